@@ -1,0 +1,68 @@
+"""Everything remat raises on purpose.
+
+RematError
+├── InfeasibleBudget   (ValueError)    no schedule fits; carries the smallest budget that does
+├── IllegalSchedule    (ValueError)    the simulator refused an action
+├── UnsupportedChain   (ValueError)    this planner cannot plan this chain; names one that can
+└── StepError          (ValueError)    the step, its inputs or its results break the contract of `scan`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .sizes import format_bytes
+
+
+class RematError(Exception):
+    """Base class of remat's own errors."""
+
+
+class InfeasibleBudget(RematError, ValueError):
+    """No schedule of the asked kind stays inside the budget.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        smallest_budget_bytes: the smallest budget with which the same call works.
+        parts_bytes: what that smallest budget is made of, by name, in bytes.
+    """
+
+    def __init__(self, budget_bytes: int, smallest_budget_bytes: int, parts_bytes: Mapping[str, int]) -> None:
+        self.budget_bytes = budget_bytes
+        self.smallest_budget_bytes = smallest_budget_bytes
+        self.parts_bytes = dict(parts_bytes)
+        made_of = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts_bytes.items() if size)
+        super().__init__(
+            f"a budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small; "
+            f"the smallest that works is {smallest_budget_bytes} bytes ({format_bytes(smallest_budget_bytes)})"
+            + (f": {made_of}" if made_of else "")
+        )
+
+    def __reduce__(self) -> tuple[type[InfeasibleBudget], tuple[int, int, dict[str, int]]]:
+        return type(self), (self.budget_bytes, self.smallest_budget_bytes, self.parts_bytes)
+
+
+class IllegalSchedule(RematError, ValueError):
+    """An action that cannot be carried out where it stands.
+
+    Attributes:
+        action: the refused action, or None when the schedule ended too early.
+        position: its index in the schedule, from 0.
+        reason: why it was refused.
+    """
+
+    def __init__(self, action: object, position: int, reason: str) -> None:
+        self.action, self.position, self.reason = action, position, reason
+        what = "the schedule ends" if action is None else str(action)
+        super().__init__(f"action {position}, {what}: {reason}")
+
+    def __reduce__(self) -> tuple[type[IllegalSchedule], tuple[object, int, str]]:
+        return type(self), (self.action, self.position, self.reason)
+
+
+class UnsupportedChain(RematError, ValueError):
+    """The planner has no answer for a chain of this kind; the message names one that has."""
+
+
+class StepError(RematError, ValueError):
+    """A step, or what was handed to it, breaks the contract of `remat.scan`."""

@@ -5,8 +5,10 @@ The public names are loaded when first used, so that planning needs no torch.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
 
 __version__ = "0.1.0"
 
@@ -14,19 +16,44 @@ if TYPE_CHECKING:
     from .chains import Chain as Chain
     from .chains import Stage as Stage
     from .chains import Tape as Tape
+    from .errors import InfeasibleBudget as InfeasibleBudget
+    from .errors import RematError as RematError
+    from .plans import Plan as Plan
+    from .plans import plan as plan
 
-_HOMES = {
+_HOMES: Final = {
     "Chain": "chains",
+    "InfeasibleBudget": "errors",
+    "Plan": "plans",
+    "RematError": "errors",
     "Stage": "chains",
     "Tape": "chains",
+    "plan": "plans",
 }
 
-__all__ = ["Chain", "Stage", "Tape", "__version__"]
+__all__ = ["Chain", "InfeasibleBudget", "Plan", "RematError", "Stage", "Tape", "__version__", "plan"]
+
+
+class _Package(ModuleType):
+    """This package as a module.
+
+    Importing a submodule makes it an attribute of its package. Where a public name is called like its home
+    (`remat.scan` lives in `remat/scan.py`), the name people call has to win, whoever imported the submodule first.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, ModuleType) and _HOMES.get(name) == name:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return value
     raise AttributeError(f"module 'remat' has no attribute {name!r}")
 
 

@@ -1,0 +1,248 @@
+"""`plan(chain, budget)`: the best schedule within a budget, judged by the simulator, and what can be said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from os import PathLike
+from typing import Final
+
+from . import report
+from .chains import Chain
+from .errors import InfeasibleBudget, RematError, UnsupportedChain
+from .planners import names, planner
+from .schedules import Action, Backward, Drop, Record, Schedule, Store
+from .simulator import Simulation, simulate, timeline
+from .sizes import format_bytes, parse_bytes
+
+# Cheapest answer first: what keeps everything recomputes nothing, so if it fits there is nothing better.
+_AUTO: Final = ("keep-all", "tight", "unequal")
+_SHOWN: Final = 8  # so many stored carries or recorded ranges are listed one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule for a chain within a budget, and what the simulator says of it.
+
+    Attributes:
+        chain: what is run.
+        budget_bytes: what its peak had to stay within.
+        schedule: the actions.
+        simulation: exact peak bytes, seconds, forward runs.
+    """
+
+    chain: Chain
+    budget_bytes: int
+    schedule: Schedule
+    simulation: Simulation
+
+    @property
+    def planner(self) -> str:
+        """The name of the planner that made the schedule."""
+        return self.schedule.planner
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted: most bytes alive at any moment, over those at the start."""
+        return self.simulation.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of forward and backward together."""
+        return self.simulation.seconds
+
+    @property
+    def forward_runs(self) -> int:
+        """How often a stage is run forward, in all."""
+        return self.simulation.forward_runs
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No schedule is faster: every stage is recorded at least once, and has its backward once."""
+        return sum(
+            count * min(tape.forward_s + tape.backward_s for tape in stage.menu) for stage, count in self.chain.runs
+        )
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What there is to say, as (subject, sentence) pairs; several lines of one subject repeat an empty subject."""
+        return (
+            ("plan", f"{self.planner}, {self.chain.length} stages"),
+            *_memory_facts(self),
+            *_time_facts(self),
+            *_kept_facts(self),
+            *_fixed_facts(self.chain),
+            *_neighbour_facts(self),
+        )
+
+    def explain(self) -> str:
+        """What is kept where and why, the cost against its lower bound, and what a little more or less budget buys."""
+        return "\n".join(f"{subject:<14}{sentence}" for subject, sentence in self.facts())
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw memory over time, with the budget, into a picture file (.png, .svg, .pdf)."""
+        curve = report.plan_curve(self.chain, self.schedule, self.simulation)
+        report.draw_memory(path, {f"{self.planner} plan": curve}, self.budget_bytes)
+
+
+def plan(chain: Chain, budget: int | str, planner: str = "auto") -> Plan:
+    """The named planner's best schedule for `chain` within `budget`, checked by the simulator.
+
+    Args:
+        chain: stages and what they cost, for instance from `remat.profile` or `Chain.repeat`.
+        budget: bytes, as a number or as text like "512MiB".
+        planner: a name from `remat.planners.names()`, or "auto": the one that suits the chain.
+
+    Raises:
+        InfeasibleBudget: there is no such schedule; says the smallest budget with which there is.
+        UnsupportedChain: the planner cannot plan such a chain; names one that can.
+        ValueError: no planner has that name, or the budget is not a size.
+    """
+    budget_bytes = parse_bytes(budget)
+    schedule = _auto(chain, budget_bytes) if planner == "auto" else _named(planner, chain, budget_bytes)
+    simulation = simulate(chain, schedule)
+    if simulation.peak_bytes > budget_bytes:
+        raise RematError(
+            f"internal error: planner {schedule.planner} made a schedule that peaks at {simulation.peak_bytes} bytes "
+            f"for a budget of {budget_bytes}; please report it with chain.to_json(): {chain.to_json().decode()}"
+        )
+    return Plan(chain, budget_bytes, schedule, simulation)
+
+
+def _named(name: str, chain: Chain, budget_bytes: int) -> Schedule:
+    return planner(name)(chain, budget_bytes)
+
+
+def _auto(chain: Chain, budget_bytes: int) -> Schedule:
+    refusal: UnsupportedChain | InfeasibleBudget | None = None
+    for name in _AUTO:
+        if name not in names():
+            continue
+        try:
+            return _named(name, chain, budget_bytes)
+        except (UnsupportedChain, InfeasibleBudget) as error:
+            if isinstance(error, InfeasibleBudget) and name != "keep-all":
+                raise
+            refusal = error
+    assert refusal is not None, "the registry has keep-all"
+    raise refusal
+
+
+# ---- facts
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.3g} %" if whole else "–"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.4g} s"
+    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"
+
+
+def _memory_facts(of: Plan) -> tuple[tuple[str, str], ...]:
+    position = of.simulation.peak_position
+    moment = next(islice(of.schedule, position, None), None)
+    everything = simulate(of.chain, (Record(0, of.chain.length), Backward(0, of.chain.length))).peak_bytes
+    return (
+        ("budget", f"{format_bytes(of.budget_bytes)} ({of.budget_bytes} bytes)"),
+        (
+            "peak",
+            f"{format_bytes(of.peak_bytes)} ({_share(of.peak_bytes, of.budget_bytes)} of the budget), "
+            f"first at action {position}: {moment}",
+        ),
+        ("", f"keeping everything would take {format_bytes(everything)}"),
+    )
+
+
+def _time_facts(of: Plan) -> tuple[tuple[str, str], ...]:
+    bound, runs, length = of.lower_bound_s, of.forward_runs, of.chain.length
+    ratio = f"{of.seconds / bound:.4g} × " if bound else ""
+    return (
+        ("time", f"{_seconds(of.seconds)}: {ratio}the lower bound of {_seconds(bound)}"),
+        ("", "(every stage once forward with its tape kept, once backward)"),
+        ("forward runs", f"{runs}: {runs / length:.4g} a stage, {runs - length} of them repeat one"),
+    )
+
+
+def _kept_facts(of: Plan) -> tuple[tuple[str, str], ...]:
+    """What stands when the first backward begins: slots to run again from, tapes that spare a run."""
+    chain = of.chain
+    slots, ranges, alive = _at_first_backward(of)
+    slot_bytes = sum(chain.carry_bytes(k) for k in slots if not (k == 0 and chain.caller_keeps_carry))
+    tape_bytes = alive - slot_bytes - chain.output_bytes - chain.final_carry_bytes
+    recorded = sum(stop - start for start, stop in ranges)
+    facts = []
+    if slots:
+        facts.append(f"{len(slots)} carries ({format_bytes(slot_bytes)}) to run again from: {_listed(map(str, slots))}")
+    elif recorded < chain.length:
+        facts.append("no carry in a slot: everything again starts from the caller's carry 0")
+    where = _listed(f"{start} → {stop}" for start, stop in ranges)
+    facts.append(f"tapes of {recorded} stages ({format_bytes(tape_bytes)}) that need no second run: {where}")
+    return tuple(("" if k else "kept", fact) for k, fact in enumerate(facts))
+
+
+def _at_first_backward(of: Plan) -> tuple[list[int], list[tuple[int, int]], int]:
+    """Stored carries, recorded ranges (neighbours joined) and bytes alive just before the first backward."""
+    slots: set[int] = set()
+    ranges: list[tuple[int, int]] = []
+    alive = 0
+    for moment in timeline(of.chain, of.schedule):
+        action: Action = moment.action
+        if isinstance(action, Backward):
+            break
+        alive = moment.bytes
+        if isinstance(action, Store):
+            slots.add(action.at)
+        elif isinstance(action, Drop):
+            slots.discard(action.at)
+        elif isinstance(action, Record):
+            ranges.append((action.start, action.stop))
+    ranges.sort()
+    starts = [ranges[0][0]] + [b[0] for a, b in pairwise(ranges) if a[1] != b[0]]
+    stops = [a[1] for a, b in pairwise(ranges) if a[1] != b[0]] + [ranges[-1][1]]
+    return sorted(slots), list(zip(starts, stops, strict=True)), alive
+
+
+def _listed(items: Iterable[str]) -> str:
+    shown = list(items)
+    if len(shown) > _SHOWN:
+        shown[_SHOWN - 2 : -1] = ["…"]
+    return ", ".join(shown)
+
+
+def _fixed_facts(chain: Chain) -> tuple[tuple[str, str], ...]:
+    """What no schedule can save, by name."""
+    parts = {
+        "outputs": chain.output_bytes,
+        "final carry": chain.final_carry_bytes,
+        "gradients of outputs": chain.output_gradient_bytes,
+        "gradients of inputs": chain.input_gradient_bytes,
+        "gradients of shared parameters": chain.parameter_gradient_bytes,
+        "gradients of the stages' own parameters": sum(count * stage.gradient_bytes for stage, count in chain.runs),
+    }
+    named = [f"{name} {format_bytes(size)}" for name, size in parts.items() if size]
+    return (("fixed", ", ".join(named) or "nothing"),)
+
+
+def _neighbour_facts(of: Plan) -> tuple[tuple[str, str], ...]:
+    """What a tenth more or less budget would buy."""
+    if of.seconds <= of.lower_bound_s * (1 + 1e-12):
+        more = "nothing: no plan is faster"
+    else:
+        more = _neighbour(of, of.budget_bytes + of.budget_bytes // 10)
+    return (
+        ("10 % more", more),
+        ("10 % less", _neighbour(of, max(1, of.budget_bytes - of.budget_bytes // 10))),
+    )
+
+
+def _neighbour(of: Plan, budget_bytes: int) -> str:
+    name = "auto" if of.planner in _AUTO else of.planner
+    try:
+        other = plan(of.chain, budget_bytes, name)
+    except InfeasibleBudget as error:
+        return f"cannot be done: the smallest budget is {format_bytes(error.smallest_budget_bytes)}"
+    change = f"{100 * (other.seconds / of.seconds - 1):+.3g} %" if of.seconds else "–"
+    return f"{format_bytes(budget_bytes)}: {_seconds(other.seconds)} ({change}), {other.forward_runs} forward runs"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from os import PathLike
@@ -12,6 +12,7 @@ from . import report
 from .chains import Chain
 from .errors import InfeasibleBudget, RematError, UnsupportedChain
 from .planners import names, planner
+from .planners.room import in_paper_units
 from .schedules import Action, Backward, Drop, Record, Schedule, Store
 from .simulator import Simulation, simulate, timeline
 from .sizes import format_bytes, parse_bytes
@@ -64,15 +65,16 @@ class Plan:
             count * min(tape.forward_s + tape.backward_s for tape in stage.menu) for stage, count in self.chain.runs
         )
 
-    def facts(self) -> tuple[tuple[str, str], ...]:
-        """What there is to say, as (subject, sentence) pairs; several lines of one subject repeat an empty subject."""
+    def facts(self, units: Units | None = None) -> tuple[tuple[str, str], ...]:
+        """What there is to say, as (subject, sentence) pairs; the subject is empty where a sentence goes on."""
+        units = units or BYTES
         return (
             ("plan", f"{self.planner}, {self.chain.length} stages"),
-            *_memory_facts(self),
+            *_memory_facts(self, units),
             *_time_facts(self),
-            *_kept_facts(self),
-            *_fixed_facts(self.chain),
-            *_neighbour_facts(self),
+            *_kept_facts(self, units),
+            *_fixed_facts(self.chain, units),
+            *_neighbour_facts(self, units),
         )
 
     def explain(self) -> str:
@@ -109,6 +111,45 @@ def plan(chain: Chain, budget: int | str, planner: str = "auto") -> Plan:
     return Plan(chain, budget_bytes, schedule, simulation)
 
 
+@dataclass(frozen=True, slots=True)
+class Units:
+    """How to write what a plan takes: in bytes, or in the papers' slots.
+
+    Attributes:
+        name: "bytes" or "slots".
+        size: what something takes, as text.
+        total: a budget or a peak, as text.
+        count: a budget or a peak, as a number of these units.
+    """
+
+    name: str
+    size: Callable[[int], str]
+    total: Callable[[int], str]
+    count: Callable[[int], int]
+
+
+BYTES: Final = Units("bytes", format_bytes, format_bytes, int)
+
+
+def plan_in_slots(steps: int, slots: int, alpha: int = 2, planner: str = "tight") -> tuple[Plan, Units]:
+    """A plan in the units of Gruslys et al. 2016, and these units.
+
+    Slots are internal states for "ism", the one being worked on included; for all others hidden states, the initial one
+    included, of which an internal state takes `alpha`.
+    """
+    chain, budget_bytes = in_paper_units(planner, steps, slots, alpha)
+    unit = alpha if planner == "ism" else 1
+
+    def count(size: int) -> int:
+        return max(1, slots - (budget_bytes - size) // unit)
+
+    def hidden_states(size: int) -> str:
+        return f"{size} hidden state" + "s" * (size != 1)
+
+    units = Units("slots", hidden_states, lambda size: f"{count(size)} slots", count)
+    return plan(chain, budget_bytes, planner), units
+
+
 def _named(name: str, chain: Chain, budget_bytes: int) -> Schedule:
     return planner(name)(chain, budget_bytes)
 
@@ -141,18 +182,15 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"
 
 
-def _memory_facts(of: Plan) -> tuple[tuple[str, str], ...]:
+def _memory_facts(of: Plan, units: Units) -> tuple[tuple[str, str], ...]:
     position = of.simulation.peak_position
     moment = next(islice(of.schedule, position, None), None)
     everything = simulate(of.chain, (Record(0, of.chain.length), Backward(0, of.chain.length))).peak_bytes
+    share = _share(units.count(of.peak_bytes), units.count(of.budget_bytes))
     return (
-        ("budget", f"{format_bytes(of.budget_bytes)} ({of.budget_bytes} bytes)"),
-        (
-            "peak",
-            f"{format_bytes(of.peak_bytes)} ({_share(of.peak_bytes, of.budget_bytes)} of the budget), "
-            f"first at action {position}: {moment}",
-        ),
-        ("", f"keeping everything would take {format_bytes(everything)}"),
+        ("budget", units.total(of.budget_bytes)),
+        ("peak", f"{units.total(of.peak_bytes)} ({share} of the budget), first at action {position}: {moment}"),
+        ("", f"keeping everything would take {units.total(everything)}"),
     )
 
 
@@ -166,7 +204,7 @@ def _time_facts(of: Plan) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _kept_facts(of: Plan) -> tuple[tuple[str, str], ...]:
+def _kept_facts(of: Plan, units: Units) -> tuple[tuple[str, str], ...]:
     """What stands when the first backward begins: slots to run again from, tapes that spare a run."""
     chain = of.chain
     slots, ranges, alive = _at_first_backward(of)
@@ -175,11 +213,11 @@ def _kept_facts(of: Plan) -> tuple[tuple[str, str], ...]:
     recorded = sum(stop - start for start, stop in ranges)
     facts = []
     if slots:
-        facts.append(f"{len(slots)} carries ({format_bytes(slot_bytes)}) to run again from: {_listed(map(str, slots))}")
+        facts.append(f"{len(slots)} carries ({units.size(slot_bytes)}) to run again from: {_listed(map(str, slots))}")
     elif recorded < chain.length:
         facts.append("no carry in a slot: everything again starts from the caller's carry 0")
     where = _listed(f"{start} → {stop}" for start, stop in ranges)
-    facts.append(f"tapes of {recorded} stages ({format_bytes(tape_bytes)}) that need no second run: {where}")
+    facts.append(f"tapes of {recorded} stages ({units.size(tape_bytes)}) that need no second run: {where}")
     return tuple(("" if k else "kept", fact) for k, fact in enumerate(facts))
 
 
@@ -212,7 +250,7 @@ def _listed(items: Iterable[str]) -> str:
     return ", ".join(shown)
 
 
-def _fixed_facts(chain: Chain) -> tuple[tuple[str, str], ...]:
+def _fixed_facts(chain: Chain, units: Units) -> tuple[tuple[str, str], ...]:
     """What no schedule can save, by name."""
     parts = {
         "outputs": chain.output_bytes,
@@ -222,27 +260,27 @@ def _fixed_facts(chain: Chain) -> tuple[tuple[str, str], ...]:
         "gradients of shared parameters": chain.parameter_gradient_bytes,
         "gradients of the stages' own parameters": sum(count * stage.gradient_bytes for stage, count in chain.runs),
     }
-    named = [f"{name} {format_bytes(size)}" for name, size in parts.items() if size]
+    named = [f"{name} {units.size(part)}" for name, part in parts.items() if part]
     return (("fixed", ", ".join(named) or "nothing"),)
 
 
-def _neighbour_facts(of: Plan) -> tuple[tuple[str, str], ...]:
+def _neighbour_facts(of: Plan, units: Units) -> tuple[tuple[str, str], ...]:
     """What a tenth more or less budget would buy."""
     if of.seconds <= of.lower_bound_s * (1 + 1e-12):
         more = "nothing: no plan is faster"
     else:
-        more = _neighbour(of, of.budget_bytes + of.budget_bytes // 10)
+        more = _neighbour(of, of.budget_bytes + of.budget_bytes // 10, units)
     return (
         ("10 % more", more),
-        ("10 % less", _neighbour(of, max(1, of.budget_bytes - of.budget_bytes // 10))),
+        ("10 % less", _neighbour(of, max(1, of.budget_bytes - of.budget_bytes // 10), units)),
     )
 
 
-def _neighbour(of: Plan, budget_bytes: int) -> str:
+def _neighbour(of: Plan, budget_bytes: int, units: Units) -> str:
     name = "auto" if of.planner in _AUTO else of.planner
     try:
         other = plan(of.chain, budget_bytes, name)
     except InfeasibleBudget as error:
-        return f"cannot be done: the smallest budget is {format_bytes(error.smallest_budget_bytes)}"
+        return f"cannot be done: the smallest budget is {units.total(error.smallest_budget_bytes)}"
     change = f"{100 * (other.seconds / of.seconds - 1):+.3g} %" if of.seconds else "–"
-    return f"{format_bytes(budget_bytes)}: {_seconds(other.seconds)} ({change}), {other.forward_runs} forward runs"
+    return f"{units.total(budget_bytes)}: {_seconds(other.seconds)} ({change}), {other.forward_runs} forward runs"

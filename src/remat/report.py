@@ -6,10 +6,10 @@ sequence is. matplotlib is imported when a file is drawn, never before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from os import PathLike
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,27 +39,58 @@ class Curve(msgspec.Struct, frozen=True):
     bytes: np.ndarray
 
 
-def plan_curve(chain: Chain, schedule: Schedule, simulation: Simulation, buckets: int = _BUCKETS) -> Curve:
-    """The predicted curve. Within an action memory is taken to grow or fall evenly, with what it holds on top."""
-    timed = simulation.seconds > 0  # a chain without times is drawn action by action
-    width = (simulation.seconds if timed else simulation.actions) / buckets
-    highs = np.zeros(buckets)
+class Step(NamedTuple):
+    """One action of a simulated schedule on the time axis of a picture."""
+
+    action: Action
+    start: float
+    end: float
+    before: int
+    after: int
+    peak: int
+
+
+def steps(chain: Chain, schedule: Schedule, simulation: Simulation) -> Iterator[Step]:
+    """The actions as a picture needs them; a chain without times counts an action as a second."""
+    timed = simulation.seconds > 0
     start, before = 0.0, 0
     for position, moment in enumerate(timeline(chain, schedule)):
         end = moment.end_s if timed else position + 1.0
-        first = min(int(start / width), buckets - 1)
-        last = min(int(end / width), buckets - 1)
-        if first == last:
-            highs[first] = max(highs[first], moment.peak_bytes)
-        else:
-            _ramp(highs[first : last + 1], before, moment.bytes, moment.peak_bytes)
+        yield Step(moment.action, start, end, before, moment.bytes, moment.peak_bytes)
         start, before = end, moment.bytes
-    return Curve(width * np.arange(1, buckets + 1), highs)
 
 
-def _ramp(highs: np.ndarray, before: int, after: int, peak: int) -> None:
-    heights = np.linspace(before, after, len(highs)) + (peak - max(before, after))
-    np.maximum(highs, heights, out=highs)
+def _span(simulation: Simulation) -> float:
+    return simulation.seconds if simulation.seconds > 0 else float(simulation.actions)
+
+
+def plan_curve(chain: Chain, schedule: Schedule, simulation: Simulation, buckets: int = _BUCKETS) -> Curve:
+    """The predicted curve, from the start of the call to its end."""
+    highs = _Highs(buckets, _span(simulation))
+    for step in steps(chain, schedule, simulation):
+        highs.add(step)
+    return highs.curve()
+
+
+class _Highs:
+    """Most bytes within each bucket. Within an action memory changes evenly, with what the action holds on top."""
+
+    def __init__(self, buckets: int, span: float) -> None:
+        self.width = span / buckets
+        self.bytes = np.zeros(buckets)
+
+    def add(self, step: Step) -> None:
+        end = len(self.bytes) - 1
+        first, last = min(int(step.start / self.width), end), min(int(step.end / self.width), end)
+        if first == last:
+            self.bytes[first] = max(self.bytes[first], step.peak)
+            return
+        heights = np.linspace(step.before, step.after, last + 1 - first) + (step.peak - max(step.before, step.after))
+        part = self.bytes[first : last + 1]
+        np.maximum(part, heights, out=part)
+
+    def curve(self) -> Curve:
+        return Curve(self.width * np.arange(1, len(self.bytes) + 1), self.bytes)
 
 
 def measured_curve(timeline: Iterable[tuple[float, int]], buckets: int = _BUCKETS) -> Curve:
@@ -135,71 +166,81 @@ def _scale(top: float) -> tuple[int, str]:
 
 # ---- the terminal
 
+_MARKS: Final = " ·░╱█▒"
+_MARK_NAMES: Final = ("", "stored", "tape kept", "run", "recorded", "backward")
+_SLOT, _TAPE, _RUN, _RECORD, _BACKWARD = range(1, 6)
+_COLUMNS: Final = 66  # with the labels, within 80
 
-def text_memory(curve: Curve, budget_bytes: int, size: Callable[[int], str] = format_bytes, rows: int = 8) -> str:
+
+def text_picture(
+    chain: Chain, schedule: Schedule, simulation: Simulation, budget_bytes: int, size: Callable[[int], str]
+) -> str:
+    """A plan in characters, 80 columns wide: memory over time, and below it stages over the same time."""
+    highs = _Highs(_COLUMNS, _span(simulation))
+    marks = _Map(chain.length, _span(simulation), rows=16, columns=_COLUMNS)
+    for step in steps(chain, schedule, simulation):
+        highs.add(step)
+        marks.add(step)
+    marks.finish()
+    return f"{_text_memory(highs.curve(), budget_bytes, size)}\n\n{_text_map(marks, chain.length)}"
+
+
+def _text_memory(curve: Curve, budget_bytes: int, size: Callable[[int], str], rows: int = 8) -> str:
     """Memory over time in block characters, one column a bucket, the budget at the top."""
     top = max(budget_bytes, int(curve.bytes.max()), 1)
     eighths = np.ceil(curve.bytes / top * rows * 8).astype(np.int64)
-    lines = [f"{size(budget_bytes):>10} ┬" + "╌" * len(eighths) + " budget"]
+    lines = [f"{size(budget_bytes):>10} ┬" + "╌" * len(eighths)]
     for row in reversed(range(rows)):
         cells = np.clip(eighths - 8 * row, 0, 8)
-        label = size(top * row // rows) if row == rows // 2 else ""
-        lines.append(f"{label:>10} {'┤' if label else '│'}" + "".join(" ▁▂▃▄▅▆▇█"[cell] for cell in cells))
+        label = size(top * (row + 1) // rows) if row == rows // 2 - 1 else ""
+        lines.append(f"{label:>10} {'┤' if label else '│'}" + "".join(" ▁▂▃▄▅▆▇█"[cell] for cell in cells).rstrip())
     lines.append(f"{size(0):>10} └" + "─" * len(eighths))
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(lines)
 
 
-def text_map(chain: Chain, schedule: Schedule, simulation: Simulation, columns: int, rows: int = 16) -> str:
-    """Stages against time: which are run, recorded, kept, undone, when; over the same columns as `plan_curve`.
-
-    Of what falls into one cell the most telling is seen: backward over recording over running over keeping.
-    """
-    marks = _Map(chain, schedule, simulation, rows, columns)
+def _text_map(marks: _Map, length: int) -> str:
+    """Stages against time: which are run, recorded, kept, undone, when."""
+    rows, columns = marks.cells.shape
     lines = []
     for row in reversed(range(rows)):
-        label = {rows - 1: f"stage {chain.length}", 0: "stage 0"}.get(row, "")
+        label = {rows - 1: f"{length}", rows // 2: "stage", 0: "0"}.get(row, "")
         lines.append(f"{label:>10} │" + "".join(_MARKS[cell] for cell in marks.cells[row]).rstrip())
     legend = "   ".join(f"{mark} {name}" for mark, name in zip(_MARKS, _MARK_NAMES, strict=True) if name)
     return "\n".join([*lines, f"{'':>10} └" + "─" * columns, f"{'':>12}time →   {legend}"])
 
 
-_MARKS: Final = " ·░╱█▒"
-_MARK_NAMES: Final = ("", "stored", "tape kept", "run", "recorded", "backward")
-_SLOT, _TAPE, _RUN, _RECORD, _BACKWARD = range(1, 6)
-
-
 class _Map:
-    """The cells of a `text_map`, filled action by action."""
+    """The cells of a map of stages against time, filled action by action.
 
-    def __init__(self, chain: Chain, schedule: Schedule, simulation: Simulation, rows: int, columns: int) -> None:
-        timed = simulation.seconds > 0
-        self.per_row = chain.length / rows
-        self.per_column = (simulation.seconds if timed else simulation.actions) / columns
+    Of what falls into one cell the most telling is seen: backward over recording over running over keeping.
+    """
+
+    def __init__(self, length: int, span: float, rows: int, columns: int) -> None:
+        self.per_row, self.per_column = length / rows, span / columns
         self.cells = np.zeros((rows, columns), dtype=np.int8)
         self.stored: dict[int, float] = {}  # a carry in a slot: since when
         self.recorded: dict[int, tuple[float, float]] = {}  # the first stage of a range: when it was recorded
-        start = 0.0
-        for position, moment in enumerate(timeline(chain, schedule)):
-            end = moment.end_s if timed else position + 1.0
-            self._mark(moment.action, start, end)
-            start = end
-        for at, since in self.stored.items():
-            self._block(_SLOT, at, at, since, start)
+        self.end = span
 
-    def _mark(self, action: Action, start: float, end: float) -> None:
-        match action:
-            case Advance():
+    def add(self, step: Step) -> None:
+        start, end = step.start, step.end
+        match step.action:
+            case Advance() as action:
                 self._line(_RUN, action.start, action.stop, start, end)
-            case Record():
+            case Record() as action:
                 self._line(_RECORD, action.start, action.stop, start, end)
                 self.recorded[action.start] = start, end
-            case Backward():
+            case Backward() as action:
                 self._line(_BACKWARD, action.stop, action.start, start, end)
                 self._tapes(action, self.recorded.pop(action.start), (start, end))
-            case Store():
+            case Store() as action:
                 self.stored[action.at] = start
-            case Drop():
-                self._block(_SLOT, action.at, action.at, self.stored.pop(action.at), start)
+            case Drop() as action:
+                self._row_of(_SLOT, action.at, self.stored.pop(action.at), start)
+
+    def finish(self) -> None:
+        for at, since in self.stored.items():
+            self._row_of(_SLOT, at, since, self.end)
 
     def _row(self, stage: float) -> int:
         return min(int(stage / self.per_row), len(self.cells) - 1)
@@ -207,18 +248,17 @@ class _Map:
     def _column(self, time: float) -> int:
         return min(int(time / self.per_column), self.cells.shape[1] - 1)
 
-    def _block(self, mark: int, low: float, high: float, start: float, end: float) -> None:
-        cells = self.cells[self._row(low) : self._row(high) + 1, self._column(start) : self._column(end) + 1]
+    def _row_of(self, mark: int, stage: float, start: float, end: float) -> None:
+        cells = self.cells[self._row(stage), self._column(start) : self._column(end) + 1]
         np.maximum(cells, mark, out=cells)
 
     def _tapes(self, action: Backward, recorded: tuple[float, float], undone: tuple[float, float]) -> None:
         """Every stage's tape from when it was recorded to its backward, a row at a time."""
-        low, high = self._row(action.start), self._row(action.stop)
-        for row in range(low, high + 1):
+        for row in range(self._row(action.start), self._row(action.stop) + 1):
             stage = (row + 0.5) * self.per_row
             part = min(max((stage - action.start) / (action.stop - action.start), 0.0), 1.0)
             since = recorded[0] + part * (recorded[1] - recorded[0])
-            self._block(_TAPE, stage, stage, since, undone[1] - part * (undone[1] - undone[0]))
+            self._row_of(_TAPE, stage, since, undone[1] - part * (undone[1] - undone[0]))
 
     def _line(self, mark: int, first: int, last: int, start: float, end: float) -> None:
         """From stage `first` at `start` to stage `last` at `end`, column by column."""

@@ -1,0 +1,238 @@
+"""The command `remat`: look at a plan, see the demo.
+
+What the user got wrong is said in one line on stderr with exit code 2; Ctrl-C ends with 130. torch is imported only by
+the commands that run something.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from . import __version__
+from .chains import Chain, Stage, Tape
+from .errors import InfeasibleBudget, RematError, UnsupportedChain
+from .planners import names
+from .plans import BYTES, Plan, Units, plan, plan_in_slots
+from .report import text_picture
+from .sizes import parse_bytes
+
+app = typer.Typer(
+    help="Train any network inside a memory budget, at the least extra compute, bit for bit.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    try:
+        code = app(list(arguments) if arguments is not None else None, prog_name="remat", standalone_mode=False)
+        sys.stdout.flush()
+    except (typer.TyperException, InfeasibleBudget, UnsupportedChain) as error:
+        return _complain(error.format_message() if isinstance(error, typer.TyperException) else str(error), 2)
+    except RematError as error:
+        return _complain(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has seen enough; Python would complain again when it closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code if isinstance(code, int) else 0
+
+
+def _complain(message: str, code: int) -> int:
+    print("remat:", " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+@app.callback(invoke_without_command=True)
+def _remat(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Say the version and end.")] = False,
+) -> None:
+    if version:
+        print(f"remat {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+# ---- remat plan
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _amount(text: str) -> int:
+    return 0 if text.strip() == "0" else _size(text)
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise typer.BadParameter(f"must be a number of milliseconds of at least 0, not {text!r}")
+    return number
+
+
+def _option(parser: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
+    return typer.Option(*names, parser=parser, metavar=metavar, help=help)
+
+
+@app.command("plan")
+def _plan(
+    steps: Annotated[int, _option(_count, "N", "How often the step is applied.")],
+    carry: Annotated[int | None, _option(_amount, "SIZE", "What goes from a step to the next.")] = None,
+    tape: Annotated[
+        int | None, _option(_amount, "SIZE", "What autograd keeps of a step, the entering carry included.")
+    ] = None,
+    budget: Annotated[int | None, _option(_size, "SIZE", "The memory that there is.")] = None,
+    slots: Annotated[
+        int | None, _option(_count, "N", "Instead, in the papers' units: internal states (ism) or hidden states.")
+    ] = None,
+    alpha: Annotated[
+        int | None, _option(_count, "N", "With --slots: an internal state's cost in hidden states (2).")
+    ] = None,
+    planner: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(names())}.")] = "tight",
+    forward_ms: Annotated[float | None, _option(_milliseconds, "MS", "A step without a tape (1).")] = None,
+    record_ms: Annotated[float | None, _option(_milliseconds, "MS", "A step with its tape kept (as forward).")] = None,
+    backward_ms: Annotated[float | None, _option(_milliseconds, "MS", "Its backward (twice forward).")] = None,
+    workspace: Annotated[
+        int | None, _option(_amount, "SIZE", "Allocated and freed again within a step, and within its backward (0).")
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the figures; '-' is stdout.")
+    ] = None,
+    actions: Annotated[bool, typer.Option("--actions", help="With --json: write every action too.")] = False,
+    picture: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw memory over time (.png, .svg, .pdf).")
+    ] = None,
+) -> None:
+    """Plan a chain of equal steps and explain the plan.
+
+    In bytes: remat plan --steps 1000 --carry 32KiB --tape 120KiB --budget 5MiB
+
+    In the papers' units: remat plan --steps 1000 --slots 50 --planner ism
+    """
+    in_bytes = {"--carry": carry, "--tape": tape, "--budget": budget, "--workspace": workspace}
+    times = {"--forward-ms": forward_ms, "--record-ms": record_ms, "--backward-ms": backward_ms}
+    _check_options({**in_bytes, **times}, slots, alpha, actions and json_file is None)
+    _check_planner(planner)
+    if slots is not None:
+        made, units = plan_in_slots(steps, slots, alpha or 2, planner)
+    else:
+        chain = _chain(steps, carry or 0, tape or 0, workspace or 0, *times.values())
+        made, units = plan(chain, budget or 0, planner), BYTES
+    with _writing("--picture", picture):
+        if picture is not None:
+            made.plot(picture)
+    with _writing("--json", json_file):
+        if json_file is not None:
+            _write_json(json_file, made, units, actions)
+    if json_file != "-":
+        _show(made, units)
+
+
+def _check_options(in_bytes: Mapping[str, object], slots: int | None, alpha: int | None, lone_actions: bool) -> None:
+    given = [name for name, value in in_bytes.items() if value is not None]
+    if slots is not None and given:
+        raise typer.TyperException(f"--slots counts in the papers' units and excludes {', '.join(given)}")
+    missing = [name for name in ("--carry", "--tape", "--budget") if in_bytes[name] is None]
+    if slots is None and missing:
+        raise typer.TyperException(f"{', '.join(missing)} missing: give --carry, --tape and --budget, or --slots alone")
+    if alpha is not None and slots is None:
+        raise typer.TyperException("--alpha belongs to --slots; in bytes, --carry and --tape say the same")
+    if lone_actions:
+        raise typer.TyperException("--actions writes into the file of --json, which is missing")
+
+
+def _check_planner(name: str) -> None:
+    if name not in (*names(), "auto"):
+        raise typer.TyperException(f"no planner is called {name!r}; there are {', '.join(names())} and auto")
+
+
+def _chain(
+    steps: int,
+    carry: int,
+    tape: int,
+    workspace: int,
+    forward_ms: float | None,
+    record_ms: float | None,
+    backward_ms: float | None,
+) -> Chain:
+    forward_s = (1.0 if forward_ms is None else forward_ms) / 1e3
+    kept = min(carry, tape)  # a tape keeps the carry that enters, so far as it is that large
+    entry = Tape(
+        tape - kept,
+        entering_bytes=kept,
+        forward_s=forward_s if record_ms is None else record_ms / 1e3,
+        backward_s=2 * forward_s if backward_ms is None else backward_ms / 1e3,
+        workspace_bytes=workspace,
+        backward_workspace_bytes=carry + workspace,  # the new adjoint counts
+    )
+    return Chain.repeat(Stage(carry, (entry,), forward_s, workspace), steps)
+
+
+@contextmanager
+def _writing(option: str, path: str | None) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise typer.TyperException(f"{option} {path}: cannot be written: {reason}") from None
+
+
+def _write_json(path: str, made: Plan, units: Units, actions: bool) -> None:
+    """One JSON object; the actions are streamed, so that a million of them need no memory."""
+    figures = {
+        "planner": made.planner,
+        "steps": made.chain.length,
+        "forward_runs": made.forward_runs,
+        f"peak_{units.name}": units.count(made.peak_bytes),
+        f"budget_{units.name}": units.count(made.budget_bytes),
+        "seconds": made.seconds,
+    }
+    text = json.dumps(figures, indent=2)
+    with nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8") as file:
+        if not actions:
+            file.write(text + "\n")
+            return
+        file.write(text.removesuffix("\n}") + ',\n  "actions": [')
+        encode = msgspec.json.Encoder().encode
+        for position, action in enumerate(made.schedule):
+            file.write((",\n    " if position else "\n    ") + encode(action).decode())
+        file.write("\n  ]\n}\n")
+
+
+def _show(made: Plan, units: Units) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for subject, sentence in made.facts(units):
+        table.add_row(subject, sentence, style=None)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print()
+    print(text_picture(made.chain, made.schedule, made.simulation, made.budget_bytes, units.size))

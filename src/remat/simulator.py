@@ -277,13 +277,12 @@ class _Machine:
         kept = self._range_bytes(record)
         before = self._alive(action.stop)
         del self.ends[action.stop]
-        leaving = chain.stage(action.stop - 1).menu[entry].leaving_bytes
+        leaving = 0  # what only the newest tape keeps of carry `stop`, until it is consumed
         if action.stop < self.length and not self._alive(action.stop):
-            self.bytes += leaving  # until its tape is consumed
-            kept += leaving
-        self.bytes += self._alive(action.stop) - before
-        peak = self._consume(action, entry)
-        self.bytes += self._adjoint_bytes(action.start) - self._adjoint_bytes(action.stop) - kept
+            leaving = chain.stage(action.stop - 1).menu[entry].leaving_bytes
+        self.bytes += self._alive(action.stop) + leaving - before
+        peak = self._consume(action, entry, leaving)
+        self.bytes += self._adjoint_bytes(action.start) - self._adjoint_bytes(action.stop) - kept - leaving
         self.bytes += sum((b - a) * stage.gradient_bytes for stage, a, b in chain.pieces(action.start, action.stop))
         before = self._alive(action.start)
         del self.starts[action.start]
@@ -294,23 +293,21 @@ class _Machine:
     def _adjoint_bytes(self, k: int) -> int:
         return 0 if k == self.length else self.chain.carry_bytes(k)
 
-    def _consume(self, action: Backward, entry: int) -> int:
+    def _consume(self, action: Backward, entry: int, leaving: int) -> int:
         """The peak while tapes go away newest first, and adjoints and gradients come."""
-        alive, peak = self.bytes, self.bytes
+        alive, peak = self.bytes, 0
         for stage, start, stop in reversed(list(self.chain.pieces(action.start, action.stop))):
-            tape = stage.menu[entry]
-            for k in (stop - 1, start):  # between the two the change is even, so an end is the highest
-                if k != stop - 1:
-                    each = tape.tape_bytes + self._kept_between(stop - 1, entry) - stage.gradient_bytes
-                    alive -= (stop - 1 - k) * each
+            tape, newest = stage.menu[entry], stop
+            while newest > start:
                 peak = max(peak, alive + tape.backward_workspace_bytes)
-                if stop - start == 1:
-                    break
+                # The newest of a run goes by itself, then all but the oldest together: among those the change is even.
+                oldest = newest - 1 if newest == stop or newest - start == 1 else start + 1
+                alive -= (newest - oldest) * (tape.tape_bytes - stage.gradient_bytes)
+                if oldest > action.start:
+                    alive -= (newest - oldest) * self._kept_between(oldest, entry)
+                if newest == action.stop:
+                    alive -= leaving
+                alive += self._adjoint_bytes(oldest) - self._adjoint_bytes(newest)
+                newest = oldest
             self.seconds += (stop - start) * tape.backward_s
-            alive -= tape.tape_bytes - stage.gradient_bytes
-            if start > action.start:
-                alive -= self._kept_between(start, entry)
-            if stop != action.stop:
-                alive -= self.chain.carry_bytes(stop)
-            alive += self.chain.carry_bytes(start)
         return peak

@@ -25,7 +25,16 @@ class Planner(Protocol):
         ...
 
 
-_HOMES: Final[dict[str, str]] = {}
+_HOMES: Final[dict[str, str]] = {
+    "tight": "tight",
+    "keep-all": "keep_all",
+    "constant": "constant",
+    "sqrt": "sqrt",
+    "recursive": "recursive",
+    "hsm": "hsm",
+    "ism": "ism",
+    "msm": "msm",
+}
 
 
 def names() -> tuple[str, ...]:

@@ -1,0 +1,98 @@
+"""Hidden state memorization (Gruslys et al. 2016, section 3.1): slots hold carries only; optimal by closed form.
+
+The recurrence C(t, m) = min over y of y + C(t−y, m−1) + C(y, m), with C(t, 1) = t(t+1)/2, has the solution of Griewank
+and Walther's binomial checkpointing: with r the least number for which b(m, r) = binom(m+r, r) ≥ t,
+
+    C(t, m) = (r+1)·t − b(m+1, r−1)
+
+and a best first slot at y = max(b(m, r−2), t − b(m−1, r)), kept within 1 … t−1. Here m counts the initial carry's slot.
+Plans of any length take no table; the actions stream from a stack of at most m + r entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from math import comb
+
+from ..chains import Chain
+from ..schedules import Action, Advance, Backward, Drop, Load, Record, Schedule, Store
+from ._shared import plan_repeated
+from .room import Room
+
+
+def plan(chain: Chain, budget_bytes: int) -> Schedule:
+    """As many slots as the budget has room for."""
+    return plan_repeated(chain, budget_bytes, "hsm", _strategy, may_keep_all=False)
+
+
+def cost(t: int, m: int) -> int:
+    """Forward runs of the best schedule of t stages with m slots, the initial carry's included."""
+    r = repetitions(t, m)
+    return (r + 1) * t - (comb(m + r, r - 1) if r else 0)
+
+
+def repetitions(t: int, m: int) -> int:
+    """The least r with binom(m+r, r) ≥ t: how often a stage is advanced at most."""
+    if m == 1:
+        return t - 1
+    r = 0
+    while comb(m + r, r) < t:
+        r += 1
+    return r
+
+
+class Binomials:
+    """b(m, r) = binom(m+r, r) for r ≤ `most` as one list for each m, made when first asked for."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._rows: dict[int, list[int]] = {}
+
+    def row(self, m: int) -> list[int]:
+        """b(m, 0), b(m, 1), …, b(m, most), then b(m, −2) = b(m, −1) = 0 at the indices −2 and −1."""
+        found = self._rows.get(m)
+        if found is None:
+            found = self._rows[m] = [comb(m + r, r) for r in range(self._most + 1)] + [0, 0]
+        return found
+
+
+def _strategy(room: Room, keep: int) -> tuple[int, partial[Iterator[Action]]]:
+    slots = min(room.steps, 1 + keep // room.carry) if room.carry else room.steps
+    return cost(room.steps, slots), partial(_actions, room.steps, slots, room.entry, room.free_start)
+
+
+def _actions(steps: int, slots: int, entry: int, free_start: bool) -> Iterator[Action]:
+    """The stack holds (start, stages, slots, r) of ranges whose start is in its slot, rightmost on top."""
+    r = repetitions(steps, slots)
+    row = Binomials(r).row
+    stack = [(0, steps, slots, r)]
+    begun = False
+    while stack:
+        s, t, m, r = stack.pop()
+        if begun:
+            yield Load(s)
+        stored = begun or free_start
+        begun = True
+        while t > 1:
+            if not stored:
+                yield Store(s)
+            if m == 1:
+                # One slot, the range's own: its last stage is reached from it again and again.
+                yield Advance(s, s + t - 1)
+                yield Record(s + t - 1, s + t, entry)
+                yield Backward(s + t - 1, s + t)
+                yield Load(s)
+                t, stored = t - 1, True
+                continue
+            ahead, shorter = row(m), row(m - 1)
+            while ahead[r - 1] >= t:
+                r -= 1
+            y = min(max(ahead[r - 2], t - shorter[r], 1), t - 1)
+            stack.append((s, y, m, r))
+            yield Advance(s, s + y)
+            s, t, m, stored = s + y, t - y, m - 1, False
+        if stored and (s or not free_start):
+            yield Drop(s)
+        yield Record(s, s + 1, entry)
+        yield Backward(s, s + 1)

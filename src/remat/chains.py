@@ -23,8 +23,12 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
+from typing import Final
 
 import msgspec
+
+
+INTERNAL_STATE: Final = "internal state"  # names the tape of a chain in the paper's units
 
 
 def _require_non_negative(owner: msgspec.Struct) -> None:
@@ -128,7 +132,8 @@ class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         """
         if alpha < 1:
             raise ValueError(f"alpha is an internal state's cost in hidden states and at least 1, not {alpha}")
-        return cls.repeat(Stage(1, (Tape(alpha - 1, leaving_bytes=1),)), steps, caller_keeps_carry=False)
+        state = Tape(alpha - 1, leaving_bytes=1, name=INTERNAL_STATE)
+        return cls.repeat(Stage(1, (state,)), steps, caller_keeps_carry=False)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..chains import Chain
+from ..chains import INTERNAL_STATE, Chain
 from ..errors import InfeasibleBudget
 from ..schedules import Action, Schedule
 from . import constant, keep_all, room
@@ -27,6 +27,8 @@ def plan_repeated(
         may_keep_all: whether the strategy may record the whole chain at once when that fits.
     """
     rooms = [Room.of(chain, entry, planner=planner) for entry in range(len(chain.runs[0][0].menu))]
+    # The paper's m leaves the adjoint and the state being worked on uncounted; it does not let them be used otherwise.
+    may_keep_all = may_keep_all and rooms[0].tape.name != INTERNAL_STATE
     whole = keep_all.fitting(chain, budget_bytes) if may_keep_all else None
     plans: list[tuple[float, Callable[[], Iterator[Action]]]] = []
     for each in rooms:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, Any
 
 import msgspec
@@ -20,7 +22,7 @@ from . import __version__
 from .chains import Chain, Stage, Tape
 from .errors import InfeasibleBudget, RematError, UnsupportedChain
 from .planners import names
-from .plans import BYTES, Plan, Units, plan, plan_in_slots
+from .plans import BYTES, Plan, Units, plan, problem_in_slots
 from .report import text_picture
 from .sizes import parse_bytes
 
@@ -94,6 +96,33 @@ def _milliseconds(text: str) -> float:
     return number
 
 
+def _budget(text: str) -> int | float:
+    """Bytes as an int, a percentage as a float."""
+    if not text.strip().endswith("%"):
+        return _size(text)
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share < float("inf"):
+        raise typer.BadParameter(f"must be a size like '6MiB' or a percentage above 0 like '5%', not {text!r}")
+    return share
+
+
+def _output(text: str) -> str:
+    """A path that can be written, found out before the work is done."""
+    folder = os.path.dirname(text) or "."
+    if text != "-" and (os.path.isdir(text) or not os.access(folder, os.W_OK)):
+        raise typer.BadParameter(f"{text} cannot be written")
+    return text
+
+
+def _picture(text: str) -> str:
+    if not text.endswith((".png", ".svg", ".pdf")):
+        raise typer.BadParameter(f"a picture's name ends in .png, .svg or .pdf, not {text!r}")
+    return _output(text)
+
+
 def _option(parser: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
     return typer.Option(*names, parser=parser, metavar=metavar, help=help)
 
@@ -119,13 +148,9 @@ def _plan(
     workspace: Annotated[
         int | None, _option(_amount, "SIZE", "Allocated and freed again within a step, and within its backward (0).")
     ] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the figures; '-' is stdout.")
-    ] = None,
+    json_file: Annotated[str | None, _option(_output, "FILE", "Write the figures; '-' is stdout.", "--json")] = None,
     actions: Annotated[bool, typer.Option("--actions", help="With --json: write every action too.")] = False,
-    picture: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Draw memory over time (.png, .svg, .pdf).")
-    ] = None,
+    picture: Annotated[str | None, _option(_picture, "FILE", "Draw memory over time (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Plan a chain of equal steps and explain the plan.
 
@@ -138,10 +163,19 @@ def _plan(
     _check_options({**in_bytes, **times}, slots, alpha, actions and json_file is None)
     _check_planner(planner)
     if slots is not None:
-        made, units = plan_in_slots(steps, slots, alpha or 2, planner)
+        chain, budget_bytes, units = problem_in_slots(planner, steps, slots, alpha or 2)
     else:
         chain = _chain(steps, carry or 0, tape or 0, workspace or 0, *times.values())
-        made, units = plan(chain, budget or 0, planner), BYTES
+        budget_bytes, units = budget or 0, BYTES
+    try:
+        made = plan(chain, budget_bytes, planner)
+    except InfeasibleBudget as error:
+        if slots is None:
+            raise
+        least = units.count(error.smallest_budget_bytes)
+        raise typer.TyperException(
+            f"--slots {slots}: too few for {planner}; the smallest that works is {least}"
+        ) from None
     with _writing("--picture", picture):
         if picture is not None:
             made.plot(picture)
@@ -209,30 +243,71 @@ def _write_json(path: str, made: Plan, units: Units, actions: bool) -> None:
         "planner": made.planner,
         "steps": made.chain.length,
         "forward_runs": made.forward_runs,
-        f"peak_{units.name}": units.count(made.peak_bytes),
+        f"peak_{units.name}": units.peak(made),
         f"budget_{units.name}": units.count(made.budget_bytes),
         "seconds": made.seconds,
     }
     text = json.dumps(figures, indent=2)
+    _write(path, [text, "\n"] if not actions else _with_actions(text, made))
+
+
+def _with_actions(text: str, made: Plan) -> Iterator[str]:
+    yield text.removesuffix("\n}") + ',\n  "actions": ['
+    encode = msgspec.json.Encoder().encode
+    for position, action in enumerate(made.schedule):
+        yield (",\n    " if position else "\n    ") + encode(action).decode()
+    yield "\n  ]\n}\n"
+
+
+def _write(path: str, parts: Iterable[str]) -> None:
     with nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8") as file:
-        if not actions:
-            file.write(text + "\n")
-            return
-        file.write(text.removesuffix("\n}") + ',\n  "actions": [')
-        encode = msgspec.json.Encoder().encode
-        for position, action in enumerate(made.schedule):
-            file.write((",\n    " if position else "\n    ") + encode(action).decode())
-        file.write("\n  ]\n}\n")
+        file.writelines(parts)
 
 
 def _show(made: Plan, units: Units) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    for subject, sentence in made.facts(units):
-        table.add_row(subject, sentence, style=None)
     console = Console(highlight=False)
-    console.print(table)
-    console.print()
+    for subject, sentence in made.facts(units):
+        for k, line in enumerate(wrap(sentence, 66)):
+            console.print(Text.assemble((("" if k else subject).ljust(14), "bold"), line))
+    print()
     print(text_picture(made.chain, made.schedule, made.simulation, made.budget_bytes, units.size))
+
+
+# ---- remat demo
+
+
+@app.command("demo")
+def _demo(
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What is read; Python's standard library if not given.")
+    ] = None,
+    length: Annotated[int, _option(_count, "N", "How many characters gradients go back over (1000).")] = 1000,
+    budget: Annotated[float, _option(_budget, "SIZE", "Bytes, or a percentage of what plain takes (5%).")] = 0.05,
+    iterations: Annotated[int, _option(_count, "N", "At most so many (20).")] = 20,
+    json_file: Annotated[str | None, _option(_output, "FILE", "Write the figures; '-' is stdout.", "--json")] = None,
+    picture: Annotated[str, _option(_picture, "FILE", "Memory over time (demo.png).")] = "demo.png",
+) -> None:
+    """Train a character LSTM on real text twice side by side: plainly, and within a budget."""
+    from rich.console import Console
+
+    from .demo import read_tokens, summary, train
+
+    console = Console(stderr=json_file == "-", highlight=False)
+    try:
+        tokens = read_tokens(text, length)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise typer.TyperException(f"--text {text}: {reason}") from None
+    subject = text or "Python's standard library"
+    console.print(f"A character LSTM reads {subject}, {length} characters at a time.")
+    outcome = train(console, tokens, length=length, budget=budget, iterations=iterations)
+    console.print(summary(outcome))
+    with _writing("--picture", picture):
+        outcome.draw(picture)
+    console.print(f"memory over time: {picture}")
+    with _writing("--json", json_file):
+        if json_file is not None:
+            _write(json_file, [json.dumps(outcome.figures(), indent=2), "\n"])

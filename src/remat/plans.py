@@ -69,9 +69,9 @@ class Plan:
         """What there is to say, as (subject, sentence) pairs; the subject is empty where a sentence goes on."""
         units = units or BYTES
         return (
-            ("plan", f"{self.planner}, {self.chain.length} stages"),
+            ("plan", f"{self.planner}, {_many(self.chain.length, 'stage')}"),
             *_memory_facts(self, units),
-            *_time_facts(self),
+            *_time_facts(self, units),
             *_kept_facts(self, units),
             *_fixed_facts(self.chain, units),
             *_neighbour_facts(self, units),
@@ -118,21 +118,31 @@ class Units:
     Attributes:
         name: "bytes" or "slots".
         size: what something takes, as text.
-        total: a budget or a peak, as text.
-        count: a budget or a peak, as a number of these units.
+        count: a budget, as a number of these units.
+        peak: what a plan takes at its fullest, as a number of these units.
+        text: such a number, as text.
+        time: seconds, as text.
     """
 
     name: str
     size: Callable[[int], str]
-    total: Callable[[int], str]
     count: Callable[[int], int]
+    peak: Callable[[Plan], int]
+    text: Callable[[int], str]
+    time: Callable[[float], str]
 
 
-BYTES: Final = Units("bytes", format_bytes, format_bytes, int)
+def _seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.4g} s"
+    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"
 
 
-def plan_in_slots(steps: int, slots: int, alpha: int = 2, planner: str = "tight") -> tuple[Plan, Units]:
-    """A plan in the units of Gruslys et al. 2016, and these units.
+BYTES: Final = Units("bytes", format_bytes, int, lambda made: made.peak_bytes, format_bytes, _seconds)
+
+
+def problem_in_slots(planner: str, steps: int, slots: int, alpha: int = 2) -> tuple[Chain, int, Units]:
+    """A problem of Gruslys et al. 2016 as chain and budget for `plan`, and the units in which the paper counts.
 
     Slots are internal states for "ism", the one being worked on included; for all others hidden states, the initial one
     included, of which an internal state takes `alpha`.
@@ -143,11 +153,37 @@ def plan_in_slots(steps: int, slots: int, alpha: int = 2, planner: str = "tight"
     def count(size: int) -> int:
         return max(1, slots - (budget_bytes - size) // unit)
 
-    def hidden_states(size: int) -> str:
-        return f"{size} hidden state" + "s" * (size != 1)
+    units = Units(
+        "slots",
+        size="{} × hidden".format,
+        count=count,
+        peak=lambda made: _peak_slots(made.schedule, None if planner == "ism" else alpha),
+        text=lambda number: _many(number, "slot"),
+        time="{:.10g} × forward".format,
+    )
+    return chain, budget_bytes, units
 
-    units = Units("slots", hidden_states, lambda size: f"{count(size)} slots", count)
-    return plan(chain, budget_bytes, planner), units
+
+def _peak_slots(schedule: Schedule, alpha: int | None) -> int:
+    """Most units in the paper's sense while stages run: recorded stages (ISM, alpha None), else carries and tapes.
+
+    A recorded stage then costs `alpha`, but for the one being worked on. It is the newest one, and whenever there is
+    most of anything there is one.
+    """
+    stored = recorded = 0
+    peak = 1  # the paper counts the initial carry, or the one stage being worked on, at least
+    for action in schedule:
+        match action:
+            case Store():
+                stored += 1
+            case Drop():
+                stored -= 1
+            case Backward():
+                recorded -= action.stop - action.start
+            case Record():
+                recorded += action.stop - action.start
+                peak = max(peak, recorded if alpha is None else stored + alpha * (recorded - 1))
+    return peak
 
 
 def _named(name: str, chain: Chain, budget_bytes: int) -> Schedule:
@@ -172,33 +208,33 @@ def _auto(chain: Chain, budget_bytes: int) -> Schedule:
 # ---- facts
 
 
+def _many(number: int, one: str, several: str = "") -> str:
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
+
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.3g} %" if whole else "–"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.4g} s"
-    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"
 
 
 def _memory_facts(of: Plan, units: Units) -> tuple[tuple[str, str], ...]:
     position = of.simulation.peak_position
     moment = next(islice(of.schedule, position, None), None)
     everything = simulate(of.chain, (Record(0, of.chain.length), Backward(0, of.chain.length))).peak_bytes
-    share = _share(units.count(of.peak_bytes), units.count(of.budget_bytes))
+    peak = units.peak(of)
+    budget = units.count(of.budget_bytes)
+    share = _share(peak, budget)
     return (
-        ("budget", units.total(of.budget_bytes)),
-        ("peak", f"{units.total(of.peak_bytes)} ({share} of the budget), first at action {position}: {moment}"),
-        ("", f"keeping everything would take {units.total(everything)}"),
+        ("budget", units.text(budget)),
+        ("peak", f"{units.text(peak)} ({share} of the budget), first at action {position}: {moment}"),
+        ("", f"keeping everything would take {units.text(units.count(everything))}"),
     )
 
 
-def _time_facts(of: Plan) -> tuple[tuple[str, str], ...]:
+def _time_facts(of: Plan, units: Units) -> tuple[tuple[str, str], ...]:
     bound, runs, length = of.lower_bound_s, of.forward_runs, of.chain.length
     ratio = f"{of.seconds / bound:.4g} × " if bound else ""
     return (
-        ("time", f"{_seconds(of.seconds)}: {ratio}the lower bound of {_seconds(bound)}"),
+        ("time", f"{units.time(of.seconds)}: {ratio}the lower bound of {units.time(bound)}"),
         ("", "(every stage once forward with its tape kept, once backward)"),
         ("forward runs", f"{runs}: {runs / length:.4g} a stage, {runs - length} of them repeat one"),
     )
@@ -213,11 +249,12 @@ def _kept_facts(of: Plan, units: Units) -> tuple[tuple[str, str], ...]:
     recorded = sum(stop - start for start, stop in ranges)
     facts = []
     if slots:
-        facts.append(f"{len(slots)} carries ({units.size(slot_bytes)}) to run again from: {_listed(map(str, slots))}")
+        carries = _many(len(slots), "carry", "carries")
+        facts.append(f"{carries} ({units.size(slot_bytes)}) to run again from: {_listed(map(str, slots))}")
     elif recorded < chain.length:
         facts.append("no carry in a slot: everything again starts from the caller's carry 0")
     where = _listed(f"{start} → {stop}" for start, stop in ranges)
-    facts.append(f"tapes of {recorded} stages ({units.size(tape_bytes)}) that need no second run: {where}")
+    facts.append(f"tapes of {_many(recorded, 'stage')} ({units.size(tape_bytes)}) that need no second run: {where}")
     return tuple(("" if k else "kept", fact) for k, fact in enumerate(facts))
 
 
@@ -281,6 +318,6 @@ def _neighbour(of: Plan, budget_bytes: int, units: Units) -> str:
     try:
         other = plan(of.chain, budget_bytes, name)
     except InfeasibleBudget as error:
-        return f"cannot be done: the smallest budget is {units.total(error.smallest_budget_bytes)}"
+        return f"cannot be done: the smallest budget is {units.text(units.count(error.smallest_budget_bytes))}"
     change = f"{100 * (other.seconds / of.seconds - 1):+.3g} %" if of.seconds else "–"
-    return f"{units.total(budget_bytes)}: {_seconds(other.seconds)} ({change}), {other.forward_runs} forward runs"
+    return f"{units.text(units.count(budget_bytes))}: {units.time(other.seconds)} ({change}), {other.forward_runs} forward runs"

@@ -189,12 +189,12 @@ def _text_memory(curve: Curve, budget_bytes: int, size: Callable[[int], str], ro
     """Memory over time in block characters, one column a bucket, the budget at the top."""
     top = max(budget_bytes, int(curve.bytes.max()), 1)
     eighths = np.ceil(curve.bytes / top * rows * 8).astype(np.int64)
-    lines = [f"{size(budget_bytes):>10} ┬" + "╌" * len(eighths)]
+    lines = [f"{size(budget_bytes):>11} ┬" + "╌" * len(eighths)]
     for row in reversed(range(rows)):
         cells = np.clip(eighths - 8 * row, 0, 8)
         label = size(top * (row + 1) // rows) if row == rows // 2 - 1 else ""
-        lines.append(f"{label:>10} {'┤' if label else '│'}" + "".join(" ▁▂▃▄▅▆▇█"[cell] for cell in cells).rstrip())
-    lines.append(f"{size(0):>10} └" + "─" * len(eighths))
+        lines.append(f"{label:>11} {'┤' if label else '│'}" + "".join(" ▁▂▃▄▅▆▇█"[cell] for cell in cells).rstrip())
+    lines.append(f"{size(0):>11} └" + "─" * len(eighths))
     return "\n".join(lines)
 
 
@@ -204,9 +204,9 @@ def _text_map(marks: _Map, length: int) -> str:
     lines = []
     for row in reversed(range(rows)):
         label = {rows - 1: f"{length}", rows // 2: "stage", 0: "0"}.get(row, "")
-        lines.append(f"{label:>10} │" + "".join(_MARKS[cell] for cell in marks.cells[row]).rstrip())
+        lines.append(f"{label:>11} │" + "".join(_MARKS[cell] for cell in marks.cells[row]).rstrip())
     legend = "   ".join(f"{mark} {name}" for mark, name in zip(_MARKS, _MARK_NAMES, strict=True) if name)
-    return "\n".join([*lines, f"{'':>10} └" + "─" * columns, f"{'':>12}time →   {legend}"])
+    return "\n".join([*lines, f"{'':>11} └" + "─" * columns, f"{'':>13}time →   {legend}"])
 
 
 class _Map:

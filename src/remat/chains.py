@@ -27,7 +27,6 @@ from typing import Final
 
 import msgspec
 
-
 INTERNAL_STATE: Final = "internal state"  # names the tape of a chain in the paper's units
 
 

@@ -13,7 +13,7 @@ from typing import IO
 import msgspec
 
 
-class Advance(msgspec.Struct, frozen=True, tag=True):
+class Advance(msgspec.Struct, frozen=True, tag=True, gc=False):
     """`Advance(i, j)` is read as: run stages i … j−1 from the live carry i, keeping no tape; carry j is live after."""
 
     start: int
@@ -23,7 +23,7 @@ class Advance(msgspec.Struct, frozen=True, tag=True):
         return f"advance {self.start} → {self.stop}"
 
 
-class Store(msgspec.Struct, frozen=True, tag=True):
+class Store(msgspec.Struct, frozen=True, tag=True, gc=False):
     """`Store(i)` is read as: put the live carry i into a slot; it stays live."""
 
     at: int
@@ -32,7 +32,7 @@ class Store(msgspec.Struct, frozen=True, tag=True):
         return f"store {self.at}"
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class Load(msgspec.Struct, frozen=True, tag=True, gc=False):
     """`Load(i)` is read as: make carry i live: from its slot, the end of a recorded range, or the caller (i = 0)."""
 
     at: int
@@ -41,7 +41,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
         return f"load {self.at}"
 
 
-class Drop(msgspec.Struct, frozen=True, tag=True):
+class Drop(msgspec.Struct, frozen=True, tag=True, gc=False):
     """`Drop(i)` is read as: empty the slot of carry i."""
 
     at: int
@@ -50,7 +50,7 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
         return f"drop {self.at}"
 
 
-class Record(msgspec.Struct, frozen=True, tag=True):
+class Record(msgspec.Struct, frozen=True, tag=True, gc=False):
     """`Record(i, j, e)` is read as: run stages i … j−1 from the live carry i as one autograd graph with menu entry e.
 
     Their tapes are kept, carry j is live after, and can be loaded again for as long as the range is kept.
@@ -64,7 +64,7 @@ class Record(msgspec.Struct, frozen=True, tag=True):
         return f"record {self.start} → {self.stop}" + (f" as entry {self.entry}" if self.entry else "")
 
 
-class Backward(msgspec.Struct, frozen=True, tag=True):
+class Backward(msgspec.Struct, frozen=True, tag=True, gc=False):
     """`Backward(i, j)` is read as: consume the range recorded from i to j, newest stage first.
 
     Needs the adjoint of carry j; the adjoint of carry i comes out. No carry is live after.

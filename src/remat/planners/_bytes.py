@@ -67,8 +67,9 @@ def backward_need(chain: Chain, start: int, stop: int, entry: int, *, held: bool
     for stage, first, last in reversed(list(chain.pieces(start, stop))):
         tape = stage.menu[entry]
         # Within a run the sum changes evenly from its second stage on, so three of its stages see the highest.
-        blocks = [(last - 1, 1)] + [(last - 2, last - 2 - first)] * (last - 2 > first) + [(first, 1)] * (last - 1 > first)
-        for k, repeat in blocks:
+        for k, repeat in ((last - 1, 1), (last - 2, last - 2 - first), (first, min(1, last - 1 - first))):
+            if repeat < 1:
+                continue
             need = max(need, alive + tape.backward_workspace_bytes)
             alive += repeat * (stage.gradient_bytes - tape.tape_bytes)
             alive += chain.carry_bytes(k - repeat + 1) - (chain.carry_bytes(k + 1) if k + 1 < chain.length else 0)

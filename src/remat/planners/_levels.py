@@ -25,7 +25,7 @@ def compiled_level() -> Callable[[Costs, Costs, bool], Costs]:
     """`level`, compiled once per machine."""
     from numba import njit
 
-    return njit(cache=True)(level)  # type: ignore[no-any-return]
+    return njit(cache=True)(level)
 
 
 def right_costs(stored: Costs | None, recorded: Costs | None, steps: int) -> Costs:
@@ -48,9 +48,8 @@ def level(first: Costs, k: Costs, alone: bool) -> Costs:
     steps = k.size - 1
     cost = np.zeros(steps + 1, np.int64)
     kinks_k = [1]
-    for n in range(2, steps):
-        if not alone and k[n + 1] - k[n] > k[n] - k[n - 1]:
-            kinks_k.append(n)
+    if not alone:
+        kinks_k += [n for n in range(2, steps) if k[n + 1] - k[n] > k[n] - k[n - 1]]
     kinks = [1]
     cost[1] = 1
     for t in range(2, steps + 1):

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain as concatenation
 from math import comb
+from typing import Final
 
 from ..chains import Chain
 from ..schedules import Action, Advance, Backward, Drop, Load, Record, Schedule, Store
 from ._shared import plan_repeated
 from .room import Room
+
+_BATCH: Final = 1000  # stages at most whose actions are made in one go
 
 
 def plan(chain: Chain, budget_bytes: int) -> Schedule:
@@ -63,36 +67,49 @@ def _strategy(room: Room, keep: int) -> tuple[int, partial[Iterator[Action]]]:
 
 
 def _actions(steps: int, slots: int, entry: int, free_start: bool) -> Iterator[Action]:
-    """The stack holds (start, stages, slots, r) of ranges whose start is in its slot, rightmost on top."""
+    return concatenation.from_iterable(_batches(steps, slots, entry, free_start))
+
+
+def _batches(steps: int, slots: int, entry: int, free_start: bool) -> Iterator[list[Action]]:
+    """The actions in lists no longer than a few for every slot: passing them on one by one would take half the time.
+
+    The stack holds (start, stages, slots, r) of ranges whose start is in its slot, rightmost on top.
+    """
     r = repetitions(steps, slots)
     row = Binomials(r).row
     stack = [(0, steps, slots, r)]
-    begun = False
+    out: list[Action] = [] if free_start else [Store(0)]
+    live = True  # whether the range's start is the live carry
     while stack:
         s, t, m, r = stack.pop()
-        if begun:
-            yield Load(s)
-        stored = begun or free_start
-        begun = True
-        while t > 1:
-            if not stored:
-                yield Store(s)
+        if not live:
+            out.append(Load(s))
+        live = False
+        while t > m + 1 or t > _BATCH:
             if m == 1:
                 # One slot, the range's own: its last stage is reached from it again and again.
-                yield Advance(s, s + t - 1)
-                yield Record(s + t - 1, s + t, entry)
-                yield Backward(s + t - 1, s + t)
-                yield Load(s)
-                t, stored = t - 1, True
+                last = s + t - 1
+                out += (Advance(s, last), Record(last, last + 1, entry), Backward(last, last + 1), Load(s))
+                yield out
+                out, t = [], t - 1
                 continue
             ahead, shorter = row(m), row(m - 1)
             while ahead[r - 1] >= t:
                 r -= 1
             y = min(max(ahead[r - 2], t - shorter[r], 1), t - 1)
             stack.append((s, y, m, r))
-            yield Advance(s, s + y)
-            s, t, m, stored = s + y, t - y, m - 1, False
-        if stored and (s or not free_start):
-            yield Drop(s)
-        yield Record(s, s + 1, entry)
-        yield Backward(s, s + 1)
+            s, t, m = s + y, t - y, m - 1
+            out += (Advance(s - y, s), Store(s))
+        # From here on there is a slot for every carry, and each stage is advanced once at most.
+        last = s + t - 1
+        for k in range(s + 1, last):
+            out += (Advance(k - 1, k), Store(k))
+        if last > s:
+            out += (Advance(last - 1, last), Record(last, last + 1, entry), Backward(last, last + 1), Load(last - 1))
+        for k in range(last - 1, s, -1):
+            out += (Drop(k), Record(k, k + 1, entry), Backward(k, k + 1), Load(k - 1))
+        if s or not free_start:
+            out.append(Drop(s))
+        out += (Record(s, s + 1, entry), Backward(s, s + 1))
+        yield out
+        out = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 
 from ..chains import Chain
 from ..errors import InfeasibleBudget
@@ -41,7 +42,7 @@ def _useful_cuts(length: int) -> list[int]:
     return sorted(k for k in cuts if k < length or k == 1)
 
 
-def _cuts(start: int, stop: int, k: int) -> range | list[int]:
+def _cuts(start: int, stop: int, k: int) -> list[int]:
     """Starts of the parts of a range, the larger parts first, and its end."""
     parts = min(k + 1, stop - start)
     size, larger = divmod(stop - start, parts)
@@ -84,7 +85,7 @@ def _cost(chain: Chain, k: int, entry: int) -> tuple[int, float]:
 def _groups(parts: int, larger: int, alike: bool) -> Iterator[tuple[int, int]]:
     """(last part of a group, how many in it) where the parts of a group differ only in the slots before them."""
     bounds = sorted({0, 1, larger, parts - 1, parts}) if alike else range(parts + 1)
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         yield last - 1, last - first
 
 
@@ -119,7 +120,7 @@ def _actions(chain: Chain, k: int, entry: int) -> Iterator[Action]:
             live = -1
             continue
         cuts = _cuts(start, stop, k)
-        for a, b in zip(cuts, cuts[1:], strict=False):
+        for a, b in pairwise(cuts):
             stack.append((a, b))
             if b < stop:
                 if a not in stored:

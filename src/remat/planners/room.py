@@ -146,7 +146,9 @@ class Smallest(msgspec.Struct, frozen=True):
 
 def smallest(chain: Chain) -> Smallest:
     """The peak of the constant-memory schedule, every run recorded as the menu entry that needs least."""
-    worst = [min((*moment, entry) for entry, moment in enumerate(run_peaks(chain, run))) for run in range(len(chain.runs))]
+    worst = [
+        min((*moment, entry) for entry, moment in enumerate(run_peaks(chain, run))) for run in range(len(chain.runs))
+    ]
     peak, last, entry = max(worst)
     done = last + 1
     own = sum((stop - start) * stage.gradient_bytes for stage, start, stop in chain.pieces(done, chain.length))

@@ -40,7 +40,7 @@ def _lengths(chain: Chain) -> Iterable[int]:
     useful = {-(-size // n) for n in range(1, isqrt(size) + 2)} | set(range(1, min(size, isqrt(size) + 1) + 1))
     if len(chain.runs) == 1 or len(useful) <= _MOST_TRIED:
         return sorted(useful)
-    return sorted(useful)[:: -(-len(useful) // _MOST_TRIED)] + [size]
+    return [*sorted(useful)[:: -(-len(useful) // _MOST_TRIED)], size]
 
 
 def _segments(chain: Chain, length: int) -> int:

@@ -2,8 +2,8 @@
 
 Like the paper's MSM, but every carry is paid for only where nothing else holds it. A range whose start is in a slot of
 its own gives up the slot when its first stage is recorded; a range that starts at the end of a kept tape needs no
-slot; a recorded range grows by its next stage for less than a tape kept alone. In the paper's units, with A for a range that
-starts from a slot counted in m and B for one whose start is held:
+slot; a recorded range grows by its next stage for less than a tape kept alone. In the paper's units, with A for a
+range that starts from a slot counted in m and B for one whose start is held:
 
     A_m(t) = min of  y + A_{m−1}(t−y) + A_m(y),  y + B_{m−1−α}(t−y) + A_m(y−1) for y ≥ 2,  1 + B_{m−α}(t−1),  t(t+1)/2
     B_m(t) = min of  y + A_m(t−y) + B_m(y),      y + B_{m−α}(t−y) + B_m(y−1),                                t(t+1)/2

@@ -184,11 +184,10 @@ class _Machine:
         self._check_run(action)
         chain, peak = self.chain, 0
         for stage, start, stop in chain.pieces(action.start, action.stop):
-            self._set_live(start)
-            peak = max(peak, self.bytes + chain.carry_bytes(start + 1) + stage.workspace_bytes)
-            if stop - start > 1:
-                self._set_live(stop - 1)
-                peak = max(peak, self.bytes + chain.carry_bytes(stop) + stage.workspace_bytes)
+            # In the middle all stages need the same; the first may find its carry stored, the last may leave another.
+            for k in (start, min(start + 1, stop - 1), stop - 1):
+                self._set_live(k)
+                peak = max(peak, self.bytes + chain.carry_bytes(k + 1) + stage.workspace_bytes)
             self.seconds += (stop - start) * stage.forward_s
         self.forward_runs += action.stop - action.start
         if action.stop == self.length:
@@ -232,7 +231,8 @@ class _Machine:
         alive, peak = self.bytes, 0
         for stage, start, stop in chain.pieces(action.start, action.stop):
             tape = stage.menu[entry]
-            for first, last in ((start, start), (start + 1, stop - 1)):  # the rest of a run grows evenly
+            # Between the first stage of a run and its last, whose leaving carry may be another, the growth is even.
+            for first, last in ((start, start), (start + 1, stop - 2), (max(start + 1, stop - 1), stop - 1)):
                 if first > last:
                     continue
                 if last > first:

@@ -88,8 +88,11 @@ def _growth(chain: Chain, start: int, stop: int, entry: int) -> Iterator[tuple[T
     for stage, first, last in chain.pieces(start, stop):
         tape = stage.menu[entry]
         yield tape, first, 1, kept_between(chain, first, entry) if first > start else 0
+        between = max(tape.entering_bytes, tape.leaving_bytes)
+        if last - first > 2:
+            yield tape, first + 1, last - first - 2, between
         if last - first > 1:
-            yield tape, first + 1, last - first - 1, max(tape.entering_bytes, tape.leaving_bytes)
+            yield tape, last - 1, 1, between
 
 
 def work_peak(chain: Chain, start: int, stop: int, kept: int, entry: int, *, held: bool) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..chains import INTERNAL_STATE, Chain
-from ..errors import InfeasibleBudget
 from ..schedules import Action, Schedule
 from . import constant, keep_all, room
 from .room import Room
@@ -38,8 +37,8 @@ def plan_repeated(
     if not plans:
         found = whole or constant.fitting(chain, budget_bytes)
         if found is None:
-            least = room.smallest(chain)
-            raise InfeasibleBudget(budget_bytes, least.peak_bytes, least.parts_bytes)
+            least = [room.smallest(chain)] + [keep_all.smallest(chain)] * may_keep_all
+            raise min(least, key=lambda need: need.peak_bytes).refusal(budget_bytes)
         return Schedule(chain.length, planner, found.__iter__)
     seconds, actions = min(plans, key=lambda option: option[0])
     if whole is not None and _whole_seconds(chain, whole) <= seconds:

@@ -1,6 +1,7 @@
 """Constant memory: only the initial carry is kept, and every stage is reached from it: t(t+1)/2 forward runs.
 
-No schedule of any planner needs less memory, so this one's peak is the smallest feasible budget of all of them.
+No schedule that advances any stage needs less memory. (One that advances none may, where advancing has a workspace that
+recording has not: then keeping all can be smaller, and the planners of a repeated stage look at that, too.)
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..chains import Chain
-from ..errors import InfeasibleBudget
 from ..schedules import Action, Advance, Backward, Drop, Load, Record, Schedule, Store
 from . import room
 
@@ -17,8 +17,7 @@ def plan(chain: Chain, budget_bytes: int) -> Schedule:
     """Backward from the last stage to the first, each recorded as its fastest menu entry that fits."""
     found = fitting(chain, budget_bytes)
     if found is None:
-        least = room.smallest(chain)
-        raise InfeasibleBudget(budget_bytes, least.peak_bytes, least.parts_bytes)
+        raise room.smallest(chain).refusal(budget_bytes)
     return found
 
 

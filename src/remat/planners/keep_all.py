@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from ..chains import Chain
-from ..errors import InfeasibleBudget
 from ..schedules import Backward, Record, Schedule
 from . import _bytes
+from .room import Smallest
 
 
 def plan(chain: Chain, budget_bytes: int) -> Schedule:
     """One range, recorded and consumed; the fastest menu entry that all stages have and that fits."""
     found = fitting(chain, budget_bytes)
     if found is None:
-        least = min(entries(chain), key=lambda entry: peak_bytes(chain, entry))
-        raise InfeasibleBudget(budget_bytes, peak_bytes(chain, least), _parts(chain, least))
+        raise smallest(chain).refusal(budget_bytes)
     return found
 
 
@@ -42,7 +41,9 @@ def seconds(chain: Chain, entry: int) -> float:
     return sum(count * (tape.forward_s + tape.backward_s) for tape, count in tapes)
 
 
-def _parts(chain: Chain, entry: int) -> dict[str, int]:
+def smallest(chain: Chain) -> Smallest:
+    """What keeping all takes with the menu entry that takes least."""
+    entry = min(entries(chain), key=lambda entry: peak_bytes(chain, entry))
     parts = {
         "outputs": chain.output_bytes,
         "gradients of outputs": chain.output_gradient_bytes,
@@ -51,4 +52,5 @@ def _parts(chain: Chain, entry: int) -> dict[str, int]:
         "final carry": chain.final_carry_bytes,
         "all tapes": _bytes.range_bytes(chain, 0, chain.length, entry),
     }
-    return parts | {"workspace": peak_bytes(chain, entry) - sum(parts.values())}
+    peak = peak_bytes(chain, entry)
+    return Smallest(peak, parts | {"workspace": peak - sum(parts.values())})

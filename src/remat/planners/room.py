@@ -16,7 +16,7 @@ from __future__ import annotations
 import msgspec
 
 from ..chains import Chain, Stage, Tape
-from ..errors import UnsupportedChain
+from ..errors import InfeasibleBudget, UnsupportedChain
 from . import _bytes
 
 
@@ -133,7 +133,7 @@ def start_bytes(chain: Chain) -> int:
 
 
 class Smallest(msgspec.Struct, frozen=True):
-    """The smallest budget of any schedule for a chain: constant memory's.
+    """The smallest budget with which some planner has a schedule.
 
     Attributes:
         peak_bytes: that budget.
@@ -142,6 +142,10 @@ class Smallest(msgspec.Struct, frozen=True):
 
     peak_bytes: int
     parts_bytes: dict[str, int]
+
+    def refusal(self, budget_bytes: int) -> InfeasibleBudget:
+        """The error for a budget below it."""
+        return InfeasibleBudget(budget_bytes, self.peak_bytes, self.parts_bytes)
 
 
 def smallest(chain: Chain) -> Smallest:

@@ -34,6 +34,7 @@ _HOMES: Final[dict[str, str]] = {
     "hsm": "hsm",
     "ism": "ism",
     "msm": "msm",
+    "unequal": "unequal",
 }
 
 

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader has seen enough; Python would complain again when it closes stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 1
     return code if isinstance(code, int) else 0
 
 
@@ -284,11 +284,13 @@ def _demo(
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What is read; Python's standard library if not given.")
     ] = None,
-    length: Annotated[int, _option(_count, "N", "How many characters gradients go back over (1000).")] = 1000,
-    budget: Annotated[float, _option(_budget, "SIZE", "Bytes, or a percentage of what plain takes (5%).")] = 0.05,
-    iterations: Annotated[int, _option(_count, "N", "At most so many (20).")] = 20,
+    length: Annotated[int | None, _option(_count, "N", "How many characters gradients go back over (1000).")] = None,
+    budget: Annotated[
+        float | None, _option(_budget, "SIZE", "Bytes, or a percentage of what plain takes (5%).")
+    ] = None,
+    iterations: Annotated[int | None, _option(_count, "N", "At most so many (20).")] = None,
     json_file: Annotated[str | None, _option(_output, "FILE", "Write the figures; '-' is stdout.", "--json")] = None,
-    picture: Annotated[str, _option(_picture, "FILE", "Memory over time (demo.png).")] = "demo.png",
+    picture: Annotated[str | None, _option(_picture, "FILE", "Memory over time (demo.png).")] = None,
 ) -> None:
     """Train a character LSTM on real text twice side by side: plainly, and within a budget."""
     from rich.console import Console
@@ -296,6 +298,7 @@ def _demo(
     from .demo import read_tokens, summary, train
 
     console = Console(stderr=json_file == "-", highlight=False)
+    length, picture = length or 1000, picture or "demo.png"
     try:
         tokens = read_tokens(text, length)
     except (OSError, ValueError) as error:
@@ -303,11 +306,15 @@ def _demo(
         raise typer.TyperException(f"--text {text}: {reason}") from None
     subject = text or "Python's standard library"
     console.print(f"A character LSTM reads {subject}, {length} characters at a time.")
-    outcome = train(console, tokens, length=length, budget=budget, iterations=iterations)
+    outcome = train(console, tokens, length=length, budget=budget or 0.05, iterations=iterations or 20)
     console.print(summary(outcome))
     with _writing("--picture", picture):
         outcome.draw(picture)
-    console.print(f"memory over time: {picture}")
+    console.print(f"Memory over time: {picture}")
     with _writing("--json", json_file):
         if json_file is not None:
             _write(json_file, [json.dumps(outcome.figures(), indent=2), "\n"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

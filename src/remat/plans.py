@@ -219,14 +219,16 @@ def _share(part: float, whole: float) -> str:
 def _memory_facts(of: Plan, units: Units) -> tuple[tuple[str, str], ...]:
     position = of.simulation.peak_position
     moment = next(islice(of.schedule, position, None), None)
-    everything = simulate(of.chain, (Record(0, of.chain.length), Backward(0, of.chain.length))).peak_bytes
+    length = of.chain.length
+    all_kept = Schedule(length, "keep-all", (Record(0, length), Backward(0, length)))
+    everything = Plan(of.chain, of.budget_bytes, all_kept, simulate(of.chain, all_kept))
     peak = units.peak(of)
     budget = units.count(of.budget_bytes)
     share = _share(peak, budget)
     return (
         ("budget", units.text(budget)),
         ("peak", f"{units.text(peak)} ({share} of the budget), first at action {position}: {moment}"),
-        ("", f"keeping everything would take {units.text(units.count(everything))}"),
+        ("", f"keeping everything would take {units.text(units.peak(everything))}"),
     )
 
 
@@ -252,7 +254,7 @@ def _kept_facts(of: Plan, units: Units) -> tuple[tuple[str, str], ...]:
         carries = _many(len(slots), "carry", "carries")
         facts.append(f"{carries} ({units.size(slot_bytes)}) to run again from: {_listed(map(str, slots))}")
     elif recorded < chain.length:
-        facts.append("no carry in a slot: everything again starts from the caller's carry 0")
+        facts.append("no carry in a slot: runs begin again where a recorded range ends, or at carry 0")
     where = _listed(f"{start} → {stop}" for start, stop in ranges)
     facts.append(f"tapes of {_many(recorded, 'stage')} ({units.size(tape_bytes)}) that need no second run: {where}")
     return tuple(("" if k else "kept", fact) for k, fact in enumerate(facts))
@@ -320,4 +322,5 @@ def _neighbour(of: Plan, budget_bytes: int, units: Units) -> str:
     except InfeasibleBudget as error:
         return f"cannot be done: the smallest budget is {units.text(units.count(error.smallest_budget_bytes))}"
     change = f"{100 * (other.seconds / of.seconds - 1):+.3g} %" if of.seconds else "–"
-    return f"{units.text(units.count(budget_bytes))}: {units.time(other.seconds)} ({change}), {other.forward_runs} forward runs"
+    seconds, runs = units.time(other.seconds), _many(other.forward_runs, "forward run")
+    return f"{units.text(units.count(budget_bytes))}: {seconds} ({change}), {runs}"

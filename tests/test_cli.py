@@ -1,0 +1,170 @@
+"""The command: what it prints, what it writes, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import remat
+from remat.cli import main
+from remat.schedules import Schedule
+
+BYTES = ["plan", "--steps", "200", "--carry", "32KiB", "--tape", "120KiB", "--budget", "5MiB"]
+SLOTS = ["plan", "--steps", "1000", "--slots", "50", "--planner", "ism"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "remat.cli", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_plan_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(BYTES) == 0
+    out = capsys.readouterr().out
+    for expected in ("tight, 200 stages", "5 MiB", "forward runs", "10 % more", "10 % less", "▒ backward"):
+        assert expected in out
+
+
+@pytest.mark.parametrize("command", [BYTES, SLOTS], ids=["bytes", "slots"])
+def test_it_fits_a_terminal_and_a_pipe(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b" not in out
+    assert not any(line != line.rstrip() for line in out.splitlines())
+
+
+def test_the_papers_headline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert main([*SLOTS, "--json", str(path)]) == 0
+    assert "1950: 1.95 a stage" in capsys.readouterr().out
+    figures = json.loads(path.read_text())
+    assert figures == {
+        "planner": "ism",
+        "steps": 1000,
+        "forward_runs": 1950,
+        "peak_slots": 50,
+        "budget_slots": 50,
+        "seconds": 3950.0,
+    }
+
+
+@pytest.mark.parametrize("name", remat.planners.names())
+def test_every_planner_writes_its_figures_and_actions(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--carry", "1KiB", "--tape", "3KiB", "--budget", "1MiB", "--workspace", "500"]
+    assert main(["plan", "--steps", "40", *sizes, "--planner", name, "--json", "-", "--actions"]) == 0
+    written = capsys.readouterr().out
+    figures = json.loads(written)
+    assert (figures["planner"], figures["steps"]) == (name, 40)
+    assert figures["peak_bytes"] <= 2**20
+    actions = Schedule.from_json(
+        json.dumps({"length": 40, "planner": name, "actions": figures["actions"]})
+    )  # they read back as the actions that they were
+    runs = sum(action.stop - action.start for action in actions if type(action).__name__ in {"Advance", "Record"})
+    assert figures["forward_runs"] == runs >= 40
+
+
+def test_times_are_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    times = ["--forward-ms", "2", "--record-ms", "3", "--backward-ms", "5"]
+    assert main([*BYTES[:-1], "1GiB", *times, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(200 * 8e-3)
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    assert main([*BYTES, "--picture", str(path)]) == 0
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("frobnicate", "No such command"),
+        ("plan", "--steps"),
+        ("plan --steps", "--steps"),
+        ("plan --steps 0 --slots 4", "whole number of at least 1, not '0'"),
+        ("plan --steps -3 --slots 4", "not '-3'"),
+        ("plan --steps many --slots 4", "not 'many'"),
+        ("plan --steps 10 --slots 1.5", "not '1.5'"),
+        ("plan --steps 10 --nope", "--nope"),
+        ("plan --steps 10", "--carry, --tape, --budget missing"),
+        ("plan --steps 10 --carry 5", "--tape, --budget missing"),
+        ("plan --steps 10 --carry 5 --tape 7Gib please", "unexpected extra argument"),
+        ("plan --steps 10 --carry x --tape 1 --budget 9", "'x' is not a size"),
+        ("plan --steps 10 --carry 1 --tape 1 --budget 0", "must be positive"),
+        ("plan --steps 10 --slots 3 --budget 5MiB", "excludes --budget"),
+        ("plan --steps 10 --slots 3 --forward-ms 1", "excludes --forward-ms"),
+        ("plan --steps 10 --carry 1 --tape 1 --budget 99 --alpha 2", "--alpha belongs to --slots"),
+        ("plan --steps 10 --carry 1 --tape 1 --budget 99 --record-ms nan", "not 'nan'"),
+        ("plan --steps 10 --carry 1 --tape 1 --budget 99 --backward-ms -1", "not '-1'"),
+        ("plan --steps 10 --slots 3 --planner nope", "no planner is called 'nope'; there are tight, "),
+        ("plan --steps 10 --slots 3 --actions", "--json, which is missing"),
+        ("plan --steps 10 --slots 3 --json /no/such/folder/x.json", "/no/such/folder/x.json cannot be written"),
+        ("plan --steps 10 --slots 3 --json /", "/ cannot be written"),
+        ("plan --steps 10 --slots 3 --picture x.txt", "ends in .png, .svg or .pdf"),
+        ("plan --steps 10 --slots 3 --planner keep-all", "--slots 3: too few for keep-all; the smallest that works is"),
+        ("plan --steps 10 --carry 1KiB --tape 4KiB --budget 1KiB", "the smallest that works is 7168 bytes (7 KiB)"),
+        ("demo --budget lots", "'lots' is not a size"),
+        ("demo --budget 0%", "percentage above 0"),
+        ("demo --budget x%", "percentage above 0"),
+        ("demo --text /no/such/file", "No such file or directory"),
+        ("demo --length 0", "not '0'"),
+        ("demo --picture demo.txt", "ends in .png, .svg or .pdf"),
+        ("demo --text pyproject.toml --length 100000", "give a smaller --length"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("remat: ")
+    assert message in captured.err
+
+
+def test_the_smallest_slots_work(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--steps", "10", "--planner", "keep-all", "--json", "-", "--slots"]
+    assert main([*command, "3"]) == 2
+    smallest = capsys.readouterr().err.split()[-1]
+    assert main([*command, smallest]) == 0
+    assert main([*command, str(int(smallest) - 1)]) == 2
+
+
+def test_as_a_program() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"remat {remat.__version__}\n", "")
+    done = run()
+    assert done.returncode == 0
+    assert "plan" in done.stdout
+    done = run("plan", "--steps", "x")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_a_reader_who_has_seen_enough() -> None:
+    command = [sys.executable, "-m", "remat.cli", *SLOTS, "--json", "-", "--actions"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1  # quietly, as others do
+
+
+def test_an_interrupt_ends_quietly() -> None:
+    command = [sys.executable, "-m", "remat.cli", "plan", "--steps", "1000000", "--slots", "9", "--planner", "hsm"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(3)  # by then it is in the middle of a plan that takes far longer
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
+
+
+def test_looking_at_plans_needs_no_torch() -> None:
+    code = f"import sys; from remat.cli import main; main({SLOTS!r}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

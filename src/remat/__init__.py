@@ -18,20 +18,47 @@ if TYPE_CHECKING:
     from .chains import Tape as Tape
     from .errors import InfeasibleBudget as InfeasibleBudget
     from .errors import RematError as RematError
+    from .errors import StepError as StepError
+    from .errors import UnsupportedChain as UnsupportedChain
+    from .meter import Measurement as Measurement
+    from .meter import measure as measure
     from .plans import Plan as Plan
     from .plans import plan as plan
+    from .scan import plan_scan as plan_scan
+    from .scan import scan as scan
 
 _HOMES: Final = {
     "Chain": "chains",
     "InfeasibleBudget": "errors",
+    "Measurement": "meter",
     "Plan": "plans",
     "RematError": "errors",
     "Stage": "chains",
+    "StepError": "errors",
     "Tape": "chains",
+    "UnsupportedChain": "errors",
+    "measure": "meter",
     "plan": "plans",
+    "plan_scan": "scan",
+    "scan": "scan",
 }
 
-__all__ = ["Chain", "InfeasibleBudget", "Plan", "RematError", "Stage", "Tape", "__version__", "plan"]
+__all__ = [
+    "Chain",
+    "InfeasibleBudget",
+    "Measurement",
+    "Plan",
+    "RematError",
+    "Stage",
+    "StepError",
+    "Tape",
+    "UnsupportedChain",
+    "__version__",
+    "measure",
+    "plan",
+    "plan_scan",
+    "scan",
+]
 
 
 class _Package(ModuleType):

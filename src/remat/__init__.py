@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .ambient import is_recomputing as is_recomputing
     from .chains import Chain as Chain
     from .chains import Stage as Stage
     from .chains import Tape as Tape
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .scan import scan as scan
 
 _HOMES: Final = {
+    "is_recomputing": "ambient",
     "Chain": "chains",
     "InfeasibleBudget": "errors",
     "Measurement": "meter",
@@ -54,6 +56,7 @@ __all__ = [
     "Tape",
     "UnsupportedChain",
     "__version__",
+    "is_recomputing",
     "measure",
     "plan",
     "plan_scan",

@@ -9,7 +9,7 @@ RematError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .sizes import format_bytes
 
@@ -66,3 +66,21 @@ class UnsupportedChain(RematError, ValueError):
 
 class StepError(RematError, ValueError):
     """A step, or what was handed to it, breaks the contract of `remat.scan`."""
+
+
+class LateGradient(StepError):
+    """Leaves of a carry came to need a gradient in a later step, after earlier ones had been run without.
+
+    Attributes:
+        places: the leaves, by number.
+    """
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self.places = tuple(places)
+        super().__init__(
+            f"leaves {', '.join(map(str, places))} of the carry need a gradient from some later step on, but not from "
+            "the first; make them need one from the start: initial_carry.requires_grad_()"
+        )
+
+    def __reduce__(self) -> tuple[type[LateGradient], tuple[tuple[int, ...]]]:
+        return type(self), (self.places,)

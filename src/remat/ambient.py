@@ -1,0 +1,238 @@
+"""What a replay of a stage must see again, beside its carry: random streams, autocast, default dtype, modes.
+
+A replay may run long after the first run, in another thread and outside the user's `with` blocks. `Surroundings` are
+taken once per call and entered again around the backward; random states belong to carries and are taken with them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch
+
+_replaying = threading.local()
+
+
+def is_recomputing() -> bool:
+    """Whether the code that asks runs a second time, or to be measured, for the sake of memory.
+
+    For hooks and loggers that should see every stage once.
+    """
+    return getattr(_replaying, "depth", 0) > 0
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Mark the body as a replay."""
+    _replaying.depth = getattr(_replaying, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _replaying.depth -= 1
+
+
+# ---- random streams
+
+
+class Source(NamedTuple):
+    """One stream of random numbers: how to read its state, to set it, and to compare two states."""
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+    same: Callable[[Any, Any], bool]
+
+
+def random_sources(devices: Iterable[torch.device], owned: Iterable[object] = ()) -> tuple[Source, ...]:
+    """The streams that a stage may draw from: PyTorch's on the CPU and on `devices`, Python's, NumPy's, its own."""
+    others = sorted({device for device in devices if device.type not in ("cpu", "meta")}, key=str)
+    sources = [_torch_source("torch", torch.default_generator), *map(_device_source, others)]
+    sources.append(_python_source("random", random))
+    if "numpy" in sys.modules:
+        sources.append(_numpy_source("numpy.random", sys.modules["numpy"].random))
+    for generator in owned:
+        if isinstance(generator, torch.Generator):
+            sources.append(_torch_source("a torch.Generator of the step", generator))
+        elif isinstance(generator, random.Random):
+            sources.append(_python_source("a random.Random of the step", generator))
+        elif type(generator).__module__.startswith("numpy.random"):
+            sources.append(_numpy_source("a NumPy generator of the step", generator))
+    return tuple(sources)
+
+
+def is_random_source(value: object) -> bool:
+    """Whether a value is a generator of random numbers that `random_sources` knows."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, torch.Generator | random.Random) or (
+        numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
+    )
+
+
+def _device_source(device: torch.device) -> Source:
+    module = torch.get_device_module(device)
+    return Source(
+        str(device),
+        lambda: module.get_rng_state(device),
+        lambda state: module.set_rng_state(state, device),
+        torch.equal,
+    )
+
+
+def _torch_source(name: str, generator: torch.Generator) -> Source:
+    return Source(name, generator.get_state, generator.set_state, torch.equal)
+
+
+def _python_source(name: str, stream: Any) -> Source:
+    return Source(name, stream.getstate, stream.setstate, lambda a, b: bool(a == b))
+
+
+def _numpy_source(name: str, stream: Any) -> Source:
+    bits: Any = getattr(stream, "bit_generator", None)
+    if hasattr(bits, "state"):  # a Generator, not NumPy's global stream
+        return Source(name, lambda: bits.state, lambda state: setattr(bits, "state", state), _same_numpy_state)
+    return Source(name, lambda: stream.get_state(legacy=True), stream.set_state, _same_numpy_state)
+
+
+def _same_numpy_state(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same_numpy_state(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return all(map(_same_numpy_state, a, b))
+    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
+
+
+class States:
+    """What belongs to carries beside their leaves (random states, buffers), shared between them while nothing changes.
+
+    During the first pass every source is watched; `settle` then keeps those that were drawn from, and from then on
+    the others cost nothing.
+    """
+
+    def __init__(self, sources: tuple[Source, ...]) -> None:
+        self.sources = sources
+        self.start = self._last = tuple(source.get() for source in sources)
+        self.drawn: tuple[int, ...] = tuple(range(len(sources)))
+
+    def take(self) -> tuple[Any, ...]:
+        """The states of now, as one value to keep with a carry."""
+        if not self.drawn:
+            return ()
+        states = list(self._last)
+        for index in self.drawn:
+            source = self.sources[index]
+            state = source.get()
+            if not source.same(state, states[index]):
+                states[index] = state
+        self._last = tuple(states)
+        return self._last
+
+    def settle(self) -> None:
+        """The first pass is over: watch only the sources that were drawn from."""
+        self.take()
+        moved = (i for i in self.drawn if not self.sources[i].same(self.start[i], self._last[i]))
+        self.drawn = tuple(moved)
+
+    def restore(self, states: tuple[Any, ...]) -> None:
+        """Set the streams that matter back to the states kept with a carry."""
+        for index in self.drawn:
+            self.sources[index].set(states[index])
+        if self.drawn:
+            self._last = states
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Leave all streams as they were at entry."""
+        indices = self.drawn
+        states = [self.sources[index].get() for index in indices]
+        try:
+            yield
+        finally:
+            for index, state in zip(indices, states, strict=True):
+                self.sources[index].set(state)
+
+
+# ---- autocast, default dtype, modes
+
+
+class _Autocast(NamedTuple):
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+
+def _autocast_states(device_types: Iterable[str]) -> tuple[_Autocast, ...]:
+    cache = torch.is_autocast_cache_enabled()
+    return tuple(
+        _Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in device_types
+    )
+
+
+_function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+_dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+
+
+class Surroundings:
+    """The thread's settings at the time of the first run; `entered` brings them back around a replay."""
+
+    def __init__(self, device_types: Iterable[str]) -> None:
+        self._device_types = tuple(sorted({"cpu", *device_types} - {"meta"}))
+        self._autocast = _autocast_states(self._device_types)
+        self._dtype = torch.get_default_dtype()
+        self._function_modes = tuple(_function_modes())
+        self._dispatch_modes = tuple(_dispatch_modes())
+
+    def key(self) -> Hashable:
+        """Equal for surroundings in which a step costs the same."""
+        return self._autocast, self._dtype, tuple(map(type, (*self._function_modes, *self._dispatch_modes)))
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast is on anywhere."""
+        return any(state.enabled for state in self._autocast)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Bring the settings back for the body of a `with`."""
+        with ExitStack() as stack:
+            for then, now in zip(self._autocast, _autocast_states(self._device_types), strict=True):
+                if then != now:
+                    stack.enter_context(
+                        torch.autocast(then.device_type, then.dtype, enabled=then.enabled, cache_enabled=then.cache)
+                    )
+            if self._dtype != torch.get_default_dtype():
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._dtype)
+            for mode in _missing(self._function_modes, _function_modes()):
+                stack.enter_context(mode)
+            for mode in _missing(self._dispatch_modes, _dispatch_modes()):
+                stack.enter_context(mode)
+            with self.own_cast_cache():
+                yield
+
+    @contextmanager
+    def own_cast_cache(self) -> Iterator[None]:
+        """Autocast keeps casts of weights; none may cross into or out of the body.
+
+        A cast made without autograd would cut gradients off, one made with it would tie graphs together.
+        """
+        if not self.casts:
+            yield
+            return
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+
+
+def _missing(then: tuple[Any, ...], now: Iterable[Any]) -> Iterator[Any]:
+    present = {id(mode) for mode in now}
+    return (mode for mode in then if id(mode) not in present)

@@ -1,0 +1,194 @@
+"""What a step can reach besides its arguments: tensors, generators of random numbers, and the modules that hold them.
+
+Found by walking from the step: closures, globals that its code names, defaults, bound objects, partials, attributes,
+containers, modules with their parameters and buffers. A superset of what the step uses does no harm; what the walk
+misses is found in the recorded graph (`unseen_leaves`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .ambient import is_random_source
+
+_ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
+_LIBRARIES = frozenset({"torch", "numpy", "builtins", "functools", "typing", "collections", "math", "remat"})
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+
+
+@dataclass
+class Reached:
+    """What the walk found, in the order in which it was found.
+
+    Attributes:
+        tensors: every tensor.
+        generators: every generator of random numbers that is not a module's global one.
+        modules: every `torch.nn.Module`.
+        settings: small values beside them that may change what a step costs (flags, counts, names).
+        codes: the code of functions, and the types of other objects: what the step does.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    generators: list[object] = field(default_factory=list)
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    settings: list[int | str] = field(default_factory=list)
+    codes: list[types.CodeType | type] = field(default_factory=list)
+
+    def differentiable(self) -> list[torch.Tensor]:
+        """The tensors that gradients can flow into."""
+        return [tensor for tensor in self.tensors if tensor.requires_grad]
+
+
+def reach(step: object) -> Reached:
+    """Walk from `step` to everything that it can reach."""
+    found = Reached()
+    seen: set[int] = set()
+    queue: list[Any] = [step]
+    keep: list[Any] = []  # temporaries must outlive the walk, or their ids would be given out again
+    while queue:
+        value = queue.pop()
+        if isinstance(value, _ATOMS):
+            if isinstance(value, int | str):
+                found.settings.append(value)
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        keep.append(value)
+        if isinstance(value, torch.Tensor):
+            found.tensors.append(value)
+        elif is_random_source(value):
+            found.generators.append(value)
+        else:
+            if isinstance(value, torch.nn.Module):
+                found.modules.append(value)
+            found.codes.append(value.__code__ if isinstance(value, types.FunctionType) else type(value))
+            queue.extend(reversed(list(_inside(value))))
+    return found
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What one value leads to."""
+    if isinstance(value, types.FunctionType):
+        yield from _inside_function(value)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, dict):
+        yield from _not_atoms(value.values())
+    elif isinstance(value, _CONTAINERS):
+        yield from _not_atoms(value)
+    elif isinstance(value, torch.nn.Module):
+        yield from _inside_module(value)
+    elif not isinstance(value, types.ModuleType | type) and not _is_library(type(value)):
+        yield from _attributes(value)
+        yield from _methods(type(value))
+
+
+def _not_atoms(values: Iterable[Any]) -> Iterator[Any]:
+    return (value for value in values if not isinstance(value, _ATOMS))
+
+
+def _is_library(owner: Any) -> bool:
+    return (getattr(owner, "__module__", None) or "builtins").partition(".")[0] in _LIBRARIES
+
+
+def _inside_function(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a variable that is not bound yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from vars(function).values()
+    if not _is_library(function):
+        yield from _named_globals(function)
+
+
+def _named_globals(function: types.FunctionType) -> Iterator[Any]:
+    """Globals that the code names, and tensors and modules that it names in user modules: `weights.W`."""
+    names = _names(function.__code__)
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        if not isinstance(value, types.ModuleType):
+            if not isinstance(value, _ATOMS):
+                yield value
+        elif value.__name__.partition(".")[0] not in _LIBRARIES:
+            parts = (vars(value).get(attribute) for attribute in sorted(names))
+            yield from (p for p in parts if isinstance(p, torch.Tensor | torch.nn.Module | types.FunctionType))
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> frozenset[str]:
+    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
+    yield from (module._parameters, module._buffers, module._modules, bool(module.training))
+    yield from (module._forward_hooks, module._forward_pre_hooks)
+    private = inspect.get_annotations(torch.nn.Module).keys() | {"training"}
+    yield from _not_atoms(value for name, value in vars(module).items() if name not in private)
+    yield from _methods(type(module))
+
+
+def _attributes(value: object) -> Iterator[Any]:
+    yield from _not_atoms(getattr(value, "__dict__", {}).values())
+    for owner in type(value).__mro__:
+        slots = owner.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield from _not_atoms([getattr(value, name, None)])
+
+
+def _methods(owner: type) -> Iterator[Any]:
+    for base in owner.__mro__:
+        if not _is_library(base):
+            for member in vars(base).values():
+                function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+                if isinstance(function, types.FunctionType | torch.Tensor):
+                    yield function
+
+
+def unseen_leaves(
+    roots: Iterable[Any], known: Iterable[torch.Tensor], first_sequence: int, limit: int | None
+) -> list[Any]:
+    """What a recorded graph reaches that nobody knew of, so that its gradients would be lost.
+
+    Args:
+        roots: autograd nodes to walk from.
+        known: tensors whose gradients are asked for.
+        first_sequence: nodes of this thread with a smaller sequence number were made before the recording.
+        limit: how many nodes to look at; all, if None.
+
+    Returns:
+        Leaf tensors, and nodes made outside of the recording.
+    """
+    leaves = {id(tensor) for tensor in known if tensor.is_leaf}
+    outside = {tensor.grad_fn for tensor in known if not tensor.is_leaf}
+    unseen: list[Any] = []
+    seen: set[Any] = set()
+    queue = deque(roots)
+    while queue and (limit is None or len(seen) < limit):
+        node = queue.popleft()
+        if node is None or node in seen or node in outside:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if id(variable) not in leaves:
+                unseen.append(variable)
+        elif node._sequence_nr() < first_sequence:
+            unseen.append(node)
+        else:
+            queue.extend(following for following, _ in node.next_functions)
+    return unseen

@@ -1,0 +1,228 @@
+"""What a step costs: bytes from the meter, seconds from the clock, by running small schedules on the real step.
+
+The interpreter itself runs them, so what is measured is what will be done. Nothing is left behind: outputs and
+gradients are thrown away, random streams and buffers put back.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Final
+
+import msgspec
+import torch
+
+from .ambient import recomputing
+from .chains import Chain, Stage, Tape
+from .interpreter import Interpreter
+from .meter import Phase, metering
+from .recorded import hooks_set_aside
+from .schedules import Action, Advance, Backward, Load, Record
+
+STEPS: Final = 4
+# Every stage alone, so that no more than one tape is alive; the first backward makes the parameter gradients.
+_SINGLY: Final[tuple[Action, ...]] = (
+    Advance(0, 1),
+    Advance(1, 3),
+    Record(3, 4),
+    Backward(3, 4),
+    Load(0),
+    Advance(0, 2),
+    Record(2, 3),
+    Backward(2, 3),
+    Load(0),
+    Advance(0, 1),
+    Record(1, 2),
+    Backward(1, 2),
+    Load(0),
+    Record(0, 1),
+    Backward(0, 1),
+)
+# Two stages in one range, which shows what a carry costs inside it.
+_IN_PAIRS: Final[tuple[Action, ...]] = (
+    Advance(0, 3),
+    Record(3, 4),
+    Backward(3, 4),
+    Load(0),
+    Advance(0, 1),
+    Record(1, 3),
+    Backward(1, 3),
+    Load(0),
+    Record(0, 1),
+    Backward(0, 1),
+)
+_ROUNDS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one step costs.
+
+    Attributes:
+        stage: bytes and seconds.
+        output_bytes: bytes of the outputs of one step.
+        output_gradient_bytes: bytes of those that need a gradient.
+        final_gradient_bytes: bytes of the carry's leaves that need a gradient.
+        parameter_gradient_bytes: bytes of the gradients of captured tensors.
+    """
+
+    stage: Stage
+    output_bytes: int
+    output_gradient_bytes: int
+    final_gradient_bytes: int
+    parameter_gradient_bytes: int
+
+    def chain(self, length: int, input_gradient_bytes: int) -> Chain:
+        """The chain of `length` such steps."""
+        return Chain.repeat(
+            self.stage,
+            length,
+            output_bytes=length * self.output_bytes,
+            output_gradient_bytes=length * self.output_gradient_bytes + self.final_gradient_bytes,
+            input_gradient_bytes=input_gradient_bytes,
+            parameter_gradient_bytes=self.parameter_gradient_bytes,
+        )
+
+
+@dataclass(slots=True)
+class Trial:
+    """One small run, ready to go: its interpreter, and what makes the gradients that arrive from outside."""
+
+    interpreter: Interpreter
+    arriving: Callable[[], tuple[list[torch.Tensor | None], list[torch.Tensor | None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What can be read off a step's results: bytes of outputs, of outputs and carry that need a gradient."""
+
+    output_bytes: int
+    output_gradient_bytes: int
+    final_gradient_bytes: int
+
+
+def profile(
+    start: Callable[[], Trial], sizes: Sizes, device: torch.device, room_bytes: Callable[[Costs], int]
+) -> Costs:
+    """Measure one step.
+
+    Args:
+        start: makes a fresh trial of `STEPS` steps.
+        sizes: what is known of the step's results.
+        device: whose memory counts.
+        room_bytes: how many bytes a first estimate leaves beyond the smallest budget; pairs run only where they fit.
+    """
+    with recomputing(), _no_collections():
+        _run(start(), _SINGLY)  # what kernels and the step make once is made now
+        singly, parameters = _metered(start(), _SINGLY, device)
+        costs = _costs(_tape(singly, None), singly, sizes, parameters)
+        tape = costs.stage.menu[0]
+        pairs: list[Phase] | None = None
+        if room_bytes(costs) >= tape.tape_bytes + costs.stage.carry_bytes:
+            pairs, _ = _metered(start(), _IN_PAIRS, device)
+        timed = [_timed(start(), _IN_PAIRS if pairs else _SINGLY, device) for _ in range(_ROUNDS)]
+    return _costs(_with_seconds(_tape(singly, pairs), timed), singly, sizes, parameters, _seconds(timed, Advance))
+
+
+def _run(trial: Trial, actions: tuple[Action, ...], after: Callable[[], object] = lambda: None) -> int:
+    """Carry the actions out; returns the bytes of the captured tensors' gradients."""
+    interpreter = trial.interpreter
+    backward = False
+    with hooks_set_aside(interpreter.captured), interpreter.states.undisturbed():
+        after()
+        for action in actions:
+            if isinstance(action, Backward) and not backward:
+                backward = True
+                interpreter.start_backward(*trial.arriving())
+            interpreter.do(action)
+            after()
+    return sum(gradient.nbytes for gradient in interpreter.captured_gradients if gradient is not None)
+
+
+def _metered(trial: Trial, actions: tuple[Action, ...], device: torch.device) -> tuple[list[Phase], int]:
+    with metering(device) as session:
+        parameters = _run(trial, actions, lambda: session.mark(""))
+    return session.phases[1 : len(actions) + 1], parameters  # the first is what comes before the first action
+
+
+def _timed(trial: Trial, actions: tuple[Action, ...], device: torch.device) -> list[tuple[Action, float]]:
+    marks: list[float] = []
+
+    def mark() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        marks.append(time.perf_counter())
+
+    _run(trial, actions, mark)
+    spans = [after - before for before, after in pairwise(marks)]
+    return list(zip(actions, spans, strict=True))
+
+
+def _seconds(timed: list[list[tuple[Action, float]]], kind: type) -> float:
+    """Median seconds of one stage in actions of a kind."""
+    return median(
+        seconds / (action.stop - action.start)
+        for round_ in timed
+        for action, seconds in round_
+        if isinstance(action, kind) and isinstance(action, Advance | Record | Backward)
+    )
+
+
+def _with_seconds(tape: Tape, timed: list[list[tuple[Action, float]]]) -> Tape:
+    return msgspec.structs.replace(tape, forward_s=_seconds(timed, Record), backward_s=_seconds(timed, Backward))
+
+
+def _tape(singly: list[Phase], pairs: list[Phase] | None) -> Tape:
+    """The tape's sizes from what the phases gained; the rules of what is alive stand in `chains`."""
+    carry = singly[0].net_bytes
+    last = _phase(singly, Record(0, 1))  # its entering carry is the caller's: gains tape and leaving carry
+    tape_bytes = max(last.net_bytes - carry, 0)
+    inner = _phase(singly, Record(1, 2))  # its entering carry was live only: what remains of it is kept by the tape
+    entering = min(max(inner.net_bytes - tape_bytes, 0), carry)
+    between = carry
+    if pairs is not None:
+        between = min(max(_phase(pairs, Record(1, 3)).net_bytes - 2 * tape_bytes - entering, 0), carry)
+    leaving = between if between > entering else 0
+    backward = _phase(pairs, Backward(1, 3)) if pairs is not None else _phase(singly, Backward(1, 2))
+    return Tape(
+        tape_bytes=tape_bytes,
+        entering_bytes=entering,
+        leaving_bytes=leaving,
+        workspace_bytes=max(last.peak_bytes - tape_bytes - carry, 0),
+        backward_workspace_bytes=max(backward.peak_bytes + carry - leaving, 0),  # the leaving carry goes first
+    )
+
+
+def _phase(phases: list[Phase], action: Action) -> Phase:
+    """The phase of an action: the schedules name each range once."""
+    actions = _SINGLY if len(phases) == len(_SINGLY) else _IN_PAIRS
+    return phases[actions.index(action)]
+
+
+def _costs(tape: Tape, singly: list[Phase], sizes: Sizes, parameters: int, advance_s: float = 0.0) -> Costs:
+    carry, peak = singly[0].net_bytes, singly[0].peak_bytes
+    return Costs(
+        Stage(carry, (tape,), forward_s=advance_s, workspace_bytes=max(peak - carry, 0)),
+        sizes.output_bytes,
+        sizes.output_gradient_bytes,
+        sizes.final_gradient_bytes,
+        parameters,
+    )
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """No garbage collection meanwhile: what it frees would be counted as freed by the step."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

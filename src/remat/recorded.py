@@ -1,0 +1,239 @@
+"""Recorded ranges: how a graph over some stages is entered, left, and tied into one sum with its neighbours.
+
+Gradients equal those of the plain run bit for bit, because every sum is taken in its order. Autograd adds the
+contributions to a tensor in the order in which nodes run, the newest first. Rules that keep this order when the run is
+cut into ranges with a backward call each:
+
+1. Consecutive recorded stages are one graph and one backward call, so inside a range the engine keeps the order.
+2. A captured tensor (a weight) gets contributions from every range. `Resume`, applied last in a range and therefore
+   run first in its backward, hands back the gradient accumulated so far, and the engine goes on adding to it, in place.
+3. A carry that is also an output gets that output's gradient before those of the stages after it. Where a range begins
+   at such a carry, `Resume` hands that gradient in as well, and the range before leaves it out.
+4. Anything else that flows into a carry comes from older nodes than those of the next range; its adjoint is given as a
+   root, and roots are added first.
+5. One tensor in two places of a carry is one tensor in every alias of it, so its contributions meet in one sum.
+
+Recorded graphs start at `Enter`, whose outputs are aliases of the carry: no graph reaches beyond its range, the carry
+is kept alive only if an operator saves it, and a step may change it in place. Captured tensors are used as they are;
+the engine stops at them, because it is asked for gradients there, and their hooks are set aside meanwhile: no patching
+of modules or closures, nothing that another thread could see, and no way of reaching a tensor that is not understood.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from .trees import Leaves
+
+Root = torch.Tensor | GradientEdge
+_ROOTS: Final = 8
+_NODES: Final = 512  # of a graph are looked at for captured tensors; the newest stage is among them
+
+
+@dataclass(slots=True)
+class Boundary:
+    """A carry at rest.
+
+    Attributes:
+        leaves: its leaves, without autograd history.
+        states: the replay states that belong to it.
+        shared: (output, leaf) wherever an output of the stage before is that very leaf.
+        versions: version counters of the leaves when it was stored.
+    """
+
+    leaves: Leaves
+    states: tuple[Any, ...] = ()
+    shared: tuple[tuple[int, int], ...] = ()
+    versions: tuple[int, ...] = ()
+
+
+class Box:
+    """What `Resume` hands back: filled just before the backward call, emptied by it."""
+
+    __slots__ = ("gradients",)
+
+    def __init__(self) -> None:
+        self.gradients: tuple[torch.Tensor | None, ...] = ()
+
+
+@dataclass(slots=True)
+class RecordedRange:
+    """A recorded range: where its graph is entered and left.
+
+    Attributes:
+        entering: (leaf, edge) where gradients of the entering carry come out, equal leaves once.
+        handed: (output, stage, leaf) of the gradients that `Resume` hands in (rule 3).
+        leaving: (leaf, root) where gradients of the leaving carry go in, equal leaves once.
+        outputs: (output, stage, root) where gradients of outputs go in.
+        inputs: (stage, aliases of inputs that need a gradient).
+        box, resume: what `Resume` hands in, and the root that makes it run.
+        first_sequence: autograd nodes with a smaller sequence number were made before.
+        end: the leaving carry.
+    """
+
+    entering: list[tuple[int, GradientEdge]]
+    handed: tuple[tuple[int, int, int], ...]
+    leaving: list[tuple[int, Root]] = field(default_factory=list)
+    outputs: list[tuple[int, int, Root]] = field(default_factory=list)
+    inputs: list[tuple[int, list[torch.Tensor]]] = field(default_factory=list)
+    box: Box = field(default_factory=Box)
+    resume: torch.Tensor | None = None
+    first_sequence: int = 0
+    end: Boundary | None = None
+
+
+class Enter(torch.autograd.Function):
+    """Aliases of tensors as outputs of one node, where gradients of a range come out; it never runs backward."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, needs: tuple[bool, ...], *leaves: torch.Tensor) -> Any:
+        aliases = tuple(leaf.detach() for leaf in leaves)
+        ctx.mark_non_differentiable(*(a for a, need in zip(aliases, needs, strict=True) if not need))
+        return aliases
+
+    @staticmethod
+    def backward(_ctx: Any, *_: torch.Tensor) -> Any:
+        raise AssertionError("the engine stops at the edges of this node")
+
+
+class Resume(torch.autograd.Function):
+    """Applied last, run first: gives each tensor the gradient that its sum starts with."""
+
+    @staticmethod
+    def forward(ctx: Any, box: Box, anchor: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        ctx.box = box
+        ctx.set_materialize_grads(False)
+        return anchor.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradients, ctx.box.gradients = ctx.box.gradients, ()
+        return None, None, *gradients
+
+
+@contextmanager
+def hooks_set_aside(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Keep the tensors' own hooks and retained gradients out of the engine's calls in the body.
+
+    They belong to the whole gradient, which the outer graph delivers, not to the parts that ranges add up.
+    """
+    hooked = [(t._backward_hooks, dict(t._backward_hooks)) for t in tensors if t._backward_hooks]
+    retained = [(t, t.grad) for t in tensors if not t.is_leaf and t.retains_grad]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in hooked:
+            hooks.update(kept)
+        for tensor, gradient in retained:
+            tensor.grad = gradient
+
+
+def sequence_number() -> int:
+    """The number that this thread's next autograd node will get."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # the engine's own order
+
+
+def start_of_sums(roots: Sequence[Root], captured: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What the sums for captured tensors begin with: −0.0, for those that the roots are seen to reach.
+
+    −0.0 + x is x, to the sign of a zero, so the result is that of the plain run. But where the plain run begins with a
+    contribution that is a view (any weight's of a linear layer is), the second one is added out of place, and the peak
+    holds three such tensors instead of two. A tensor that is not reached must stay without a gradient, and one whose
+    gradient may be sparse without a dense start.
+    """
+    newest = (*roots[:_ROOTS], *roots[-_ROOTS:])  # of the leaving carry, and the last of the outputs'
+    nodes = [root.node if isinstance(root, GradientEdge) else root for root in newest]
+    reached = reached_tensors(nodes, captured, _NODES)
+    return [
+        torch.full_like(tensor, -0.0, memory_format=torch.contiguous_format, requires_grad=False)
+        if id(tensor) in reached and tensor.is_floating_point() and tensor.layout is torch.strided
+        else None
+        for tensor in captured
+    ]
+
+
+def reached_tensors(nodes: Iterable[Any], captured: Sequence[torch.Tensor], limit: int) -> set[int]:
+    """The ids of captured tensors among the first `limit` nodes of a graph; none if a gradient may be sparse."""
+    place_of: dict[Any, int] = {(tensor if tensor.is_leaf else tensor.grad_fn): id(tensor) for tensor in captured}
+    reached: set[int] = set()
+    seen: set[Any] = set()
+    queue = deque(nodes)
+    while queue and len(seen) < limit:
+        node = queue.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found = place_of.get(getattr(node, "variable", node))
+        if found is not None:
+            reached.add(found)
+        elif not isinstance(node, torch.Tensor):
+            if getattr(node, "_saved_sparse", False):
+                return set()
+            queue.extend(following for following, _ in node.next_functions)
+    return reached
+
+
+def needs_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def can_need(leaf: torch.Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    assert tensor.grad_fn is not None
+    return GradientEdge(tensor.grad_fn, tensor.output_nr)
+
+
+def root_of(tensor: torch.Tensor) -> Root:
+    """Where a gradient for a tensor goes in, without keeping the tensor alive."""
+    return tensor if tensor.grad_fn is None else edge_of(tensor)
+
+
+def places_of(leaves: Leaves) -> list[int]:
+    """The leaves that are tensors, each tensor at its first place only (rule 5)."""
+    first: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            first.setdefault(id(leaf), place)
+    return list(first.values())
+
+
+def _mapped(leaves: Leaves, change: Callable[[torch.Tensor], torch.Tensor]) -> Leaves:
+    """Every tensor changed once; what was one tensor stays one."""
+    changed = {id(leaves[place]): change(leaves[place]) for place in places_of(leaves)}
+    return [changed[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def copied(leaves: Leaves) -> Leaves:
+    return _mapped(leaves, torch.clone)
+
+
+def detached(leaves: Leaves) -> Leaves:
+    return _mapped(leaves, torch.Tensor.detach)
+
+
+def versions_of(leaves: Leaves) -> tuple[int, ...]:
+    return tuple(leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def shared_leaves(outputs: Leaves, carry: Leaves) -> tuple[tuple[int, int], ...]:
+    """(output, leaf) wherever an output is a leaf of the carry."""
+    if not outputs:
+        return ()
+    place_of = {id(carry[place]): place for place in places_of(carry)}
+    return tuple((number, place_of[id(leaf)]) for number, leaf in enumerate(outputs) if id(leaf) in place_of)
+
+
+def added(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return b if a is None else a if b is None else a + b

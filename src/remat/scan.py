@@ -1,0 +1,211 @@
+"""`remat.scan`: a loop over time inside a memory budget, bit for bit the plain loop.
+
+The whole loop is one node of the outer autograd graph. Its forward runs the schedule up to the first backward action,
+its backward the rest. What the step can reach beside its arguments takes part as an input of that node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .ambient import States, recomputing
+from .calls import Call, MissedTensors, Nature, plan_of
+from .errors import LateGradient
+from .interpreter import Interpreter
+from .loops import Loop, Outputs, Step
+from .plans import Plan
+from .recorded import needs_gradient, places_of
+from .trees import Leaves
+
+
+def scan(
+    step: Step,
+    carry: Any,
+    xs: Any = None,
+    *,
+    budget: int | str | None = None,
+    length: int | None = None,
+    planner: str = "auto",
+) -> tuple[Any, Any]:
+    """Run `carry, y = step(carry, x)` for every x, and train through it inside a memory budget.
+
+    Equal to `for x in xs: carry, y = step(carry, x)` with the ys stacked, bit for bit: results, gradients, random
+    stream. Between forward and backward only some carries and tapes are kept, and the rest is computed again, at the
+    least extra time that the budget allows.
+
+    Args:
+        step: any function `(carry, x) -> (carry, y)`. It may use parameters and other tensors however it likes; they
+            get their gradients. It must return a carry of the structure, shapes and dtypes that it was given.
+        carry: the initial carry, a pytree of tensors and other values.
+        xs: the inputs, a pytree whose tensors have shape (steps, ...); other leaves are the same in every step.
+        budget: how many bytes more than at its start the call may have allocated at any moment of its forward and
+            backward together: an int, or text such as "512MiB"; None takes 90 % of what is free on the device.
+        length: the number of steps, needed where xs holds no tensor.
+        planner: the strategy, by name; "auto" takes the best for the chain.
+
+    Returns:
+        The final carry, and the outputs: a pytree whose tensors have shape (steps, ...); None stays None, and values
+        that are no tensors come as lists.
+
+    Raises:
+        InfeasibleBudget: the budget is too small; says the smallest that works and what it is made of.
+        StepError: the step or its inputs break the rules above.
+        ValueError: the budget is not a size, or there is no such planner.
+    """
+    call = Call(step, carry, xs, length)
+    if not torch.is_grad_enabled():
+        return _plain(call)
+    while True:
+        try:
+            nature, made = plan_of(call, budget, planner)
+            if not any(map(needs_gradient, call.tensors())):
+                return _plain(call)
+            packing = _Packing()
+            flat = _Scan.apply(call, nature, made, packing, *call.tensors())
+            call.release()
+            return packing.unpack(flat)
+        except MissedTensors as missed:
+            call.captured += missed.tensors
+        except LateGradient as late:
+            call.needs = tuple(need or place in late.places for place, need in enumerate(call.needs))
+
+
+def plan_scan(
+    step: Step,
+    carry: Any,
+    xs: Any = None,
+    *,
+    budget: int | str | None = None,
+    length: int | None = None,
+    planner: str = "auto",
+) -> Plan:
+    """The plan that `scan` with the same arguments runs: schedule, predicted peak bytes and seconds.
+
+    Measures the step if none like it was measured before; leaves no trace.
+
+    Raises:
+        As `scan`.
+    """
+    call = Call(step, carry, xs, length)
+    with torch.enable_grad():
+        while True:
+            try:
+                return plan_of(call, budget, planner)[1]
+            except MissedTensors as missed:
+                call.captured += missed.tensors
+
+
+def _plain(call: Call) -> tuple[Any, Any]:
+    """The loop with nothing to differentiate: it keeps nothing."""
+    outputs = Outputs(call.length)
+    loop = call.loop(outputs, call.carry, call.inputs.leaves)
+    carry = list(call.carry)
+    with torch.no_grad():
+        for index in range(call.length):
+            carry, results = loop.run(index, carry, loop.inputs(index, recording=False), first=True)
+            loop.emit(index, results)
+            del results
+    packing = _Packing()
+    return packing.unpack(packing.pack(carry, outputs.buffers, loop))
+
+
+class _Packing:
+    """Final carry and outputs as a flat tuple of tensors, which is all that an autograd node passes, and back."""
+
+    def pack(self, carry: Leaves, outputs: Leaves, loop: Loop) -> tuple[torch.Tensor, ...]:
+        """The tensors, those of the carry first and each once."""
+        self.places = places_of(carry)
+        self.numbers = [number for number, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)]
+        assert loop.output_structure is not None, "at least one step has run"
+        self._structure, self._output_structure = loop.structure, loop.output_structure
+        index_of = {id(carry[place]): index for index, place in enumerate(self.places)}
+        self._carry = [_Index(index_of[id(leaf)]) if isinstance(leaf, torch.Tensor) else leaf for leaf in carry]
+        index_of = {number: len(self.places) + index for index, number in enumerate(self.numbers)}
+        self._outputs = [_Index(index_of[n]) if n in index_of else leaf for n, leaf in enumerate(outputs)]
+        return (*(carry[place].detach() for place in self.places), *(outputs[number] for number in self.numbers))
+
+    def unpack(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """What the plain loop would have returned."""
+        carry, outputs = (
+            structure.build([tensors[leaf.value] if isinstance(leaf, _Index) else leaf for leaf in leaves])
+            for structure, leaves in ((self._structure, self._carry), (self._output_structure, self._outputs))
+        )
+        return carry, outputs
+
+
+class _Index(NamedTuple):
+    """The place of a tensor in the flat tuple."""
+
+    value: int
+
+
+class _Scan(torch.autograd.Function):
+    """The loop as one autograd node.
+
+    Between forward and backward its context keeps the interpreter with its slots and tapes. A second backward over a
+    retained graph finds it used up, and runs the forward half of the schedule again from the initial carry.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, nature: Nature, made: Plan, packing: _Packing, *tensors: torch.Tensor) -> Any:
+        states = States(call.sources)
+        outputs = Outputs(call.length)
+        try:
+            run, loop, carry = _forward(call, nature, made, states, outputs, tensors)
+        except (MissedTensors, LateGradient):
+            states.restore(states.start)
+            raise
+        states.settle()
+        packed = packing.pack(carry, outputs.buffers, loop)
+        needs = [needs_gradient(carry[place]) for place in packing.places]
+        needs += [nature.output_needs[number] for number in packing.numbers]
+        ctx.mark_non_differentiable(*(t for t, need in zip(packed, needs, strict=True) if not need))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.run, ctx.loop = run, loop
+        ctx.call, ctx.nature, ctx.made, ctx.states, ctx.packing = call, nature, made, states, packing
+        return packed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        call, states = ctx.call, ctx.states
+        tensors = ctx.saved_tensors  # raises if they were changed in place, or are gone with the graph
+        run, loop, ctx.run, ctx.loop = ctx.run, ctx.loop, None, None
+        with call.surroundings.entered(), states.undisturbed():
+            if run is None:
+                with recomputing():
+                    states.restore(states.start)
+                    run, loop, _ = _forward(call, ctx.nature, ctx.made, states, None, tensors)
+            adjoint: list[torch.Tensor | None] = [None] * len(call.carry)
+            arrived = iter(gradients)
+            for place in ctx.packing.places:
+                adjoint[place] = next(arrived)
+            stacked: list[torch.Tensor | None] = [None] * len(ctx.nature.output_needs)
+            for number in ctx.packing.numbers:
+                stacked[number] = next(arrived)
+            found = run.backward(adjoint, stacked)
+        inputs = iter(loop.input_gradients)
+        return (
+            *(None,) * 4,
+            *(found.carry[place] for place in call.carry_places),
+            *(next(inputs) if need else None for need in call.input_needs),
+            *found.captured,
+        )
+
+
+def _forward(
+    call: Call, nature: Nature, made: Plan, states: States, outputs: Outputs | None, tensors: Sequence[torch.Tensor]
+) -> tuple[Interpreter, Loop, Leaves]:
+    """The schedule up to its first backward action, on the tensors that autograd has in its keeping."""
+    carry, inputs = call.bound(tensors)
+    loop = call.loop(outputs, carry, inputs)
+    run = call.interpreter(loop, nature, iter(made.schedule), carry, states, call.length)
+    final = run.forward()
+    loop.outputs = None
+    call.check_range(run.ranges[call.length], run.anchor)
+    return run, loop, final

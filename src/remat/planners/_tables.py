@@ -1,20 +1,29 @@
 """The mixed recurrences solved: the paper's MSM and the tight one, all lengths for every memory that can occur.
 
-Memory counts what may be kept beside the start of a range, in units.
+Memory counts what may be kept beside the start of a range, in units. With k(n) the least cost of n stages at the right
+end, once the carry before them is stored or the stage before them is recorded, all of them have the form
+
+    F(t) = min(1 + h(t−1),  min over 1 ≤ y < t of  y + F(y) + k(t−y)),    k(n) = min(f(n), 1 + g(n−1)),  k(1) = 1
+
+f: the right part with its start in a slot; g: with its start at the end of a tape; h: the first stage recorded at once.
+`_curves` solves one such level in a time that does not grow with the number of stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..schedules import Action
-from ._levels import Costs, compiled_level, right_costs
 from ._mixed import Choice, FreeCarries, Node, actions
 from ._units import Units
 from .room import Room
+
+if TYPE_CHECKING:
+    from ._curves import Curve
+
+_LOWEST_CAP = 2  # the least increment that anything but recording all can have
 
 
 def strategy(room: Room, keep: int, *, tight: bool) -> tuple[int, partial[Iterator[Action]]]:
@@ -22,29 +31,53 @@ def strategy(room: Room, keep: int, *, tight: bool) -> tuple[int, partial[Iterat
     if room.carry == 0:
         free = FreeCarries(room.steps, keep, max(room.alone, room.more))
         return free.forward_runs, partial(actions, free, room.steps, keep, room.entry, free_start=room.free_start)
-    tables = Tables(Units.of(room, keep), tight=tight)
+    root = Node.FROM_KEPT if room.free_start else Node.FROM_SLOT
+    tables = Tables(Units.of(room, keep), root, tight=tight)
     memory = tables.units.keep
-    cost = tables.cost(Node.FROM_KEPT if room.free_start else Node.FROM_SLOT, memory, room.steps)
+    cost = tables.cost(root, memory, room.steps)
     return cost, partial(actions, tables, room.steps, memory, room.entry, free_start=room.free_start)
 
 
 class Tables:
-    """Costs of every node at every memory that the root can reach, and the decisions behind them."""
+    """Costs of every node at every memory that the root can reach, and the decisions behind them.
 
-    def __init__(self, units: Units, *, tight: bool) -> None:
+    Only what the root needs is exact: `_curves.level` leaves out what costs more than `cap` for one more stage, and the
+    cap is right once no increment of the root exceeds it.
+    """
+
+    def __init__(self, units: Units, root: int, *, tight: bool) -> None:
+        from . import _curves  # compiles, which what a closed form plans does without
+
+        self._curves = _curves
         self.units = units
         self.tight = tight
-        self._levels: dict[int, tuple[Costs, Costs, Costs]] = {}
-        for memory in sorted(self._reachable()):
-            self._levels[memory] = self._solve(memory)
+        self._after_record = Node.AT_END if tight else Node.FROM_SLOT
+        levels = sorted(self._reachable())
+        cap = _LOWEST_CAP
+        while not self._solved(levels, root, cap):
+            cap = max(cap + 1, cap * 5 // 4)
 
     def cost(self, node: int, memory: int, stages: int) -> int:
         """Forward runs of a range in this state."""
-        return int(self._levels[memory][node][stages])
+        return int(self._curves.value(self._costs[memory][node], stages))
 
     def after(self, node: int, memory: int, choice: Choice) -> int:
         """The memory that is left to the part on the right."""
         return max(0, memory - self._price(node, choice))
+
+    def first(self, node: int, memory: int, stages: int) -> tuple[Choice, int]:
+        """What to do first with a range of at least 1 stage."""
+        if stages == 1:
+            return Choice.RECORD, 1
+        right = self._right[memory]
+        y = self._curves.find(self._costs[memory][node], self._firsts[memory][node], right, stages)
+        if y == 0:
+            return Choice.RECORD, 1
+        stored = self._costs.get(memory - self.units.carry)
+        n = stages - y
+        if n > 1 and stored and self._curves.value(stored[Node.FROM_SLOT], n) == self._curves.value(right, n):
+            return Choice.STORE, y
+        return Choice.KEEP, y + 1
 
     def _price(self, node: int, choice: Choice) -> int:
         units = self.units
@@ -64,56 +97,44 @@ class Tables:
             new += below
         return found
 
-    def _below(self, node: int, memory: int, price: int) -> Costs | None:
-        return self._levels[memory - price][node] if price <= memory else None
+    def _solved(self, levels: list[int], root: int, cap: int) -> bool:
+        """Solve all levels with this cap; whether it was high enough."""
+        self._costs: dict[int, list[Curve]] = {}
+        self._firsts: dict[int, list[Curve]] = {}
+        self._right: dict[int, Curve] = {}
+        for memory in levels:
+            self._solve(memory, cap)
+        whole = self._costs[self.units.keep][root]
+        return bool(whole[-1, 0] == self.units.steps and (whole[:-1, 2] <= cap).all())
 
-    def _solve(self, memory: int) -> tuple[Costs, Costs, Costs]:
-        steps = self.units.steps
-        after_record = Node.AT_END if self.tight else Node.FROM_SLOT
-        k = right_costs(
-            self._below(Node.FROM_SLOT, memory, self.units.carry),
-            self._below(after_record, memory, self.units.alone),
-            steps,
-        )
-        alone = steps > 1 and k[-1] > steps**2
-        solve = compiled_level()
+    def _below(self, node: int, memory: int, price: int) -> Curve | None:
+        return self._costs[memory - price][node] if price <= memory else None
+
+    def _solve(self, memory: int, cap: int) -> None:
+        curves, units = self._curves, self.units
+        stored = self._below(Node.FROM_SLOT, memory, units.carry)
+        recorded = curves.after_one(self._below(self._after_record, memory, units.alone))
+        right = curves.capped(curves.lower(curves.one_stage() if stored is None else stored, recorded), cap)
+        self._right[memory] = right
+
+        def solve(below: Curve | None) -> tuple[Curve, Curve]:
+            first = curves.after_one(below)
+            known = id(below)
+            if known not in solved:
+                whole = curves.level(first, right, cap, units.steps)
+                solved[known] = whole if memory == units.keep else curves.capped(whole, cap)
+            return solved[known], first
+
+        solved: dict[int, Curve] = {}
         if not self.tight:
-            costs = solve(self._first(self._below(Node.FROM_SLOT, memory, self.units.alone)), k, alone)
-            return costs, costs, costs
-        kept = solve(self._first(self._below(Node.AT_END, memory, self.units.beside)), k, alone)
-        if self.units.more:
-            at_end = np.minimum(kept, self._first(self._below(Node.AT_END, memory, self.units.more)))
+            curve, first = solve(self._below(Node.FROM_SLOT, memory, units.alone))
+            self._costs[memory], self._firsts[memory] = [curve] * 3, [first] * 3
+            return
+        kept, kept_first = solve(self._below(Node.AT_END, memory, units.beside))
+        if units.more:
+            end_first = curves.after_one(self._below(Node.AT_END, memory, units.more))
+            at_end = curves.capped(curves.lower(kept, end_first), cap)
         else:  # a range grows for nothing: as often as it likes
-            index = np.arange(steps + 1)
-            at_end = np.minimum.accumulate(kept - index) + index
-        below = self._below(Node.AT_END, memory, self.units.from_slot) if self.units.from_slot else at_end
-        return solve(self._first(below), k, alone), kept, at_end
-
-    def _first(self, below: Costs | None) -> Costs:
-        """Costs if the first stage is recorded at once and the rest costs `below`."""
-        costs = np.full(self.units.steps + 1, np.iinfo(np.int64).max // 4)
-        costs[:2] = 0, 1
-        if below is not None:
-            costs[2:] = 1 + below[1:-1]
-        return costs
-
-    def first(self, node: int, memory: int, stages: int) -> tuple[Choice, int]:
-        """What to do first with a range of at least 1 stage."""
-        if stages == 1:
-            return Choice.RECORD, 1
-        cost = self.cost(node, memory, stages)
-        after = Node.AT_END if self.tight else Node.FROM_SLOT
-        below = self._below(after, memory, self._price(node, Choice.RECORD))
-        if below is not None and cost == 1 + below[stages - 1]:
-            return Choice.RECORD, 1
-        own = self._levels[memory][node][1:stages] + np.arange(1, stages)
-        stored = self._below(Node.FROM_SLOT, memory, self.units.carry)
-        if stored is not None:
-            found = np.flatnonzero(own + stored[stages - 1 : 0 : -1] == cost)
-            if found.size:
-                return Choice.STORE, int(found[0]) + 1
-        recorded = self._below(after, memory, self.units.alone)
-        if recorded is None:
-            return Choice.KEEP, stages
-        found = np.flatnonzero(own + 1 + recorded[stages - 2 :: -1][: stages - 1] == cost)
-        return Choice.KEEP, int(found[0]) + 2 if found.size else stages
+            at_end = end_first = curves.all_recorded(units.steps)
+        slot, slot_first = solve(self._below(Node.AT_END, memory, units.from_slot) if units.from_slot else at_end)
+        self._costs[memory], self._firsts[memory] = [slot, kept, at_end], [slot_first, kept_first, end_first]

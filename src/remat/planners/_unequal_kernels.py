@@ -25,6 +25,7 @@ FREE: Final = 1
 NEVER: Final = 1 << 29
 """Ticks of what does not fit: two of them and what is between still fit into 32 bits."""
 _TOGETHER: Final = 8
+_TOGETHER_TICKS: Final = 1 << 25
 
 Ticks = NDArray[np.int32]
 
@@ -34,27 +35,27 @@ def _compiled(function: Function) -> Function:
 
 
 # Rows of `Problem.stages`, one column for every carry, and of `Problem.ways`; most are fields of `Costs`.
-CARRY, BASE, FORWARD, FASTEST, GRADIENTS, FIRST, IS_SITE, NEXT_SITE, TWIN_SHIFT, TWIN_REACH = range(10)
+CARRY, BASE, FORWARD, FASTEST, GRADIENTS, FIRST, IS_SITE, NEXT_SITE, COLUMN, TWIN_SHIFT, TWIN_REACH = range(11)
 STOP, SECONDS, KEEP, ENTERING, NEED_FORWARD, NEED_BACKWARD = range(6)
 
 
 class Problem(NamedTuple):
-    """`Costs` in few arrays, seconds in ticks, and what follows from them. Compiling takes seconds for every array more.
+    """`Costs` in few arrays, seconds in ticks, and what follows from them. Every array more takes long to compile.
 
-    `passing[s, k]`: bytes for running from s to k without tape, besides carry s. `sites`: the carries that may be
-    stored; sites[stages[NEXT_SITE, s]] is the first after s. `ends`: those, and the end of the chain. For twins see
+    `ends`: the carries that may be stored, but for carry 0, and the end of the chain: where subproblems end. They are
+    the columns of all tables, t in column stages[COLUMN, t]; ends[stages[NEXT_SITE, s]] is the first after s.
+    `passing`: by s and column, bytes for running from s to there without tape, besides carry s. For twins see
     `_unequal_tables`.
     """
 
     stages: NDArray[np.int64]
     ways: NDArray[np.int64]
     passing: NDArray[np.int64]
-    sites: NDArray[np.int64]
     ends: NDArray[np.int64]
 
 
 class Tables(NamedTuple):
-    """Ticks by flavour, s, t and room."""
+    """Ticks by flavour, s, column of t, and room."""
 
     pool: Ticks
     offset: NDArray[np.int64]
@@ -73,12 +74,12 @@ def _taken(size: int, unit: int, down: bool) -> int:
 
 
 @_compiled
-def lookup(tables: Tables, flavour: int, s: int, t: int, room: int) -> int:
+def lookup(tables: Tables, flavour: int, s: int, column: int, room: int) -> int:
     """Ticks of a subproblem in a room of so many units."""
-    low = tables.low[flavour, s, t]
+    low = tables.low[flavour, s, column]
     if room < low:
         return NEVER
-    ticks: int = tables.pool[tables.offset[flavour, s, t] + min(room, tables.high[flavour, s, t]) - low]
+    ticks: int = tables.pool[tables.offset[flavour, s, column] + min(room, tables.high[flavour, s, column]) - low]
     return ticks
 
 
@@ -110,12 +111,8 @@ def _record(p: Problem, now: Ticks, rooms: int, flavour: int, s: int, t: int, un
         if j > t:
             continue
         extra = p.ways[ENTERING, c] if flavour == COUNTED else 0
-        while_recording = (
-            p.stages[BASE, t] + p.ways[NEED_FORWARD, c] + (p.stages[CARRY, s] if flavour == COUNTED else 0)
-        )
-        while_consuming = p.stages[GRADIENTS, j] - p.stages[GRADIENTS, t] + p.ways[NEED_BACKWARD, c] + extra
         shift = _taken(p.ways[KEEP, c] + extra, unit, down)
-        low = max(_ceil(max(while_recording, while_consuming), unit), shift)
+        low = max(_ceil(_recording(p, c, flavour, s, t), unit), shift)
         if low < rooms:
             row = (flavour * (length + 1) + s) * rooms + low
             rest = (FREE * (length + 1) + j) * rooms + low - shift
@@ -143,31 +140,31 @@ def _split(
     least, end = p.stages[FASTEST, t] - p.stages[FASTEST, s], rooms
     offset, low_left, high_left = tables.offset[flavour, s], tables.low[flavour, s], tables.high[flavour, s]
     forward, passing, pool = p.stages[FORWARD], p.passing[s], tables.pool
-    for index in range(p.stages[NEXT_SITE, s], p.stages[NEXT_SITE, t - 1]):
-        k = p.sites[index]
+    for column in range(p.stages[NEXT_SITE, s], p.stages[COLUMN, t]):
+        k = p.ends[column]
         w = forward[k] - forward[s]
         made = p.stages[GRADIENTS, k] - p.stages[GRADIENTS, t]
         gone = _taken(made, unit, down) if made else 0
-        low = max(low_right[k] + shift, low_left[k] + gone)
-        need = p.stages[BASE, t] + own + passing[k]
+        low = max(low_right[k] + shift, low_left[column] + gone)
+        need = p.stages[BASE, t] + own + passing[column]
         if need > low * unit:
             low = _ceil(need, unit)
         # Two parts take at least `least` between them, so rooms that have this or better already need no look. Both w
         # and the row only move towards each other, so neither do they for any later k.
         while end > 0 and now[row + end - 1] <= w + least:
             end -= 1
-        flat = min(end, max(low, high_left[k] + gone))
+        flat = min(end, max(low, high_left[column] + gone))
         right = (COUNTED * (length + 1) + k) * rooms - shift
-        left = offset[k] - low_left[k] - gone
+        left = offset[column] - low_left[column] - gone
         if low < flat:
             _better(now, row + low, right + low, pool, left + low, flat - low, w)
         if low < end and flat < end:
-            rest = pool[left + high_left[k] + gone]
+            rest = pool[left + high_left[column] + gone]
             _better_flat(now, row + flat, right + flat, end - flat, w + rest)
 
 
 @_compiled
-def _keep(tables: Tables, now: Ticks, row: int, rooms: int, flavour: int, s: int, t: int, used: int) -> int:
+def _keep(tables: Tables, now: Ticks, row: int, rooms: int, flavour: int, s: int, column: int, used: int) -> int:
     """Put the part of a row that changes into the pool; returns how much of the pool is used then, −1 if too much."""
     low, high = row, row + rooms - 1
     while low < row + rooms and now[low] == NEVER:
@@ -175,7 +172,8 @@ def _keep(tables: Tables, now: Ticks, row: int, rooms: int, flavour: int, s: int
     while high > low and now[high - 1] == now[high]:
         high -= 1
     size = 0 if low == row + rooms else high + 1 - low
-    tables.low[flavour, s, t], tables.high[flavour, s, t], tables.offset[flavour, s, t] = low - row, high - row, used
+    tables.low[flavour, s, column], tables.high[flavour, s, column] = low - row, high - row
+    tables.offset[flavour, s, column] = used
     if used + size > len(tables.pool):
         return -1
     pool = tables.pool
@@ -185,12 +183,14 @@ def _keep(tables: Tables, now: Ticks, row: int, rooms: int, flavour: int, s: int
 
 
 @_compiled
-def _copy(tables: Tables, now: Ticks, row: int, rooms: int, flavour: int, s: int, t: int, shift: int) -> None:
-    """The row of a segment that equals the one `shift` stages earlier."""
-    low, high = tables.low[flavour, s - shift, t - shift], tables.high[flavour, s - shift, t - shift]
-    offset = tables.offset[flavour, s - shift, t - shift]
-    tables.low[flavour, s, t], tables.high[flavour, s, t], tables.offset[flavour, s, t] = low, high, offset
-    pool = tables.pool
+def _copy(
+    tables: Tables, now: Ticks, row: int, rooms: int, flavour: int, s: int, column: int, twin: int, its_column: int
+) -> None:
+    """The row of a segment that equals one met before, which starts at `twin`."""
+    low, high = tables.low[flavour, twin, its_column], tables.high[flavour, twin, its_column]
+    offset, pool = tables.offset[flavour, twin, its_column], tables.pool
+    tables.low[flavour, s, column], tables.high[flavour, s, column] = low, high
+    tables.offset[flavour, s, column] = offset
     for room in range(rooms):
         now[row + room] = NEVER if room < low else pool[offset + min(room, high) - low]
 
@@ -203,11 +203,12 @@ def fill(p: Problem, tables: Tables, rooms: int, unit: int, down: bool) -> int:
     """
     length = p.stages.shape[1] - 1
     rows = 2 * (length + 1) * rooms
-    now = np.full(_TOGETHER * rows, NEVER, dtype=np.int32)
-    low = np.zeros(_TOGETHER * (length + 1), dtype=np.int32)
-    used = 0
-    for first in range(0, len(p.ends), _TOGETHER):
-        ends = p.ends[first : first + _TOGETHER]
+    together = max(1, min(_TOGETHER, _TOGETHER_TICKS // rows))
+    now = np.empty(together * rows, dtype=np.int32)
+    low = np.empty(together * (length + 1), dtype=np.int32)
+    used = np.int64(0)
+    for first in range(0, len(p.ends), together):
+        ends = p.ends[first : first + together]
         for i in range(len(ends)):
             for room in range(rooms):
                 now[i * rows + (FREE * (length + 1) + ends[i]) * rooms + room] = 0
@@ -235,111 +236,127 @@ def _solve(
     used: int,
 ) -> int:
     """Solve s … t−1 in both flavours when everything later that ends in t is solved; returns as `_keep` does."""
-    length = p.stages.shape[1] - 1
+    length, column = p.stages.shape[1] - 1, p.stages[COLUMN, t]
+    shift, equal = p.stages[TWIN_SHIFT, t], s >= t - p.stages[TWIN_REACH, t]
     for flavour in range(2):
         if flavour == COUNTED and not p.stages[IS_SITE, s]:
             continue
         row = (flavour * (length + 1) + s) * rooms
-        if s >= t - p.stages[TWIN_REACH, t]:
-            _copy(tables, now, row, rooms, flavour, s, t, p.stages[TWIN_SHIFT, t])
+        if equal:
+            _copy(tables, now, row, rooms, flavour, s, column, s - shift, p.stages[COLUMN, t - shift])
             continue
         for room in range(rooms):
             now[row + room] = NEVER
         _record(p, now, rooms, flavour, s, t, unit, down)
         _split(p, tables, now, low, rooms, flavour, s, t, unit, down)
-        used = _keep(tables, now, row, rooms, flavour, s, t, used)
+        used = _keep(tables, now, row, rooms, flavour, s, column, used)
         if used < 0:
             return used
-    low[s] = tables.low[COUNTED, s, t]
+    low[s] = tables.low[COUNTED, s, column]
     return used
 
 
 @_compiled
-def choose(p: Problem, tables: Tables, flavour: int, s: int, t: int, room_bytes: int, unit: int) -> tuple[int, int]:
-    """The best option of a subproblem in a room of so many bytes: its ticks and way c, or −s' for storing carry s'.
+def choose(
+    p: Problem, tables: Tables, least: NDArray[np.int64], flavour: int, s: int, t: int, room: int, unit: int, hope: int
+) -> tuple[int, int]:
+    """The best option of a subproblem in a room of so many bytes: its ticks and way c, or −k for storing carry k.
 
-    Needs are compared in bytes, only what is left afterwards is rounded down to whole units.
+    Whether an option is possible is decided in bytes, with the `least` rooms of what remains; how good it is, by the
+    tables, as if what remains had `hope` bytes more: some of what was lost by rounding comes back.
     """
     own = p.stages[CARRY, s] if flavour == COUNTED else 0
-    best, option = NEVER, 0
+    end = p.stages[COLUMN, t]
+    best, option = 4 * NEVER, 0
     for c in range(p.stages[FIRST, s], p.stages[FIRST, s + 1]):
         j = p.ways[STOP, c]
         extra = p.ways[ENTERING, c] if flavour == COUNTED else 0
-        if j > t or room_bytes < p.stages[BASE, t] + p.ways[NEED_FORWARD, c] + own:
+        rest = room - p.ways[KEEP, c] - extra
+        if j > t or room < _recording(p, c, flavour, s, t) or (j < t and rest < least[FREE, j, end]):
             continue
-        if room_bytes < p.stages[GRADIENTS, j] - p.stages[GRADIENTS, t] + p.ways[NEED_BACKWARD, c] + extra:
-            continue
-        rest = 0 if j == t else lookup(tables, FREE, j, t, (room_bytes - p.ways[KEEP, c] - extra) // unit)
-        if p.ways[SECONDS, c] + rest < best:
-            best, option = p.ways[SECONDS, c] + rest, c
-    for index in range(p.stages[NEXT_SITE, s], p.stages[NEXT_SITE, t - 1]):
-        k = p.sites[index]
-        if room_bytes < p.stages[BASE, t] + own + p.passing[s, k]:
+        after = 0 if j == t else lookup(tables, FREE, j, end, (rest + hope) // unit)
+        if p.ways[SECONDS, c] + after < best:
+            best, option = p.ways[SECONDS, c] + after, c
+    for column in range(p.stages[NEXT_SITE, s], end):
+        k = p.ends[column]
+        if room < p.stages[BASE, t] + own + p.passing[s, column]:
             break
-        left = lookup(tables, flavour, s, k, (room_bytes - p.stages[GRADIENTS, k] + p.stages[GRADIENTS, t]) // unit)
-        right = lookup(tables, COUNTED, k, t, (room_bytes - own) // unit)
-        if p.stages[FORWARD, k] - p.stages[FORWARD, s] + left + right < best:
-            best, option = p.stages[FORWARD, k] - p.stages[FORWARD, s] + left + right, -k
+        before = room - p.stages[GRADIENTS, k] + p.stages[GRADIENTS, t]
+        if before < least[flavour, s, column] or room - own < least[COUNTED, k, end]:
+            continue
+        left = lookup(tables, flavour, s, column, (before + hope) // unit)
+        right = lookup(tables, COUNTED, k, end, (room - own + hope) // unit)
+        ticks = p.stages[FORWARD, k] - p.stages[FORWARD, s] + left + right
+        if ticks < best:
+            best, option = ticks, -k
     return best, option
 
 
 @_compiled
-def least_rooms(p: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The smallest room of every subproblem in bytes, the fewest ticks found with it, and the option to take."""
+def _recording(p: Problem, c: int, flavour: int, s: int, t: int) -> int:
+    """Bytes of room that way c needs while it records and while it is consumed."""
+    own = p.stages[CARRY, s] if flavour == COUNTED else 0
+    extra = p.ways[ENTERING, c] if flavour == COUNTED else 0
+    later = p.stages[GRADIENTS, p.ways[STOP, c]] - p.stages[GRADIENTS, t]
+    return max(p.stages[BASE, t] + p.ways[NEED_FORWARD, c] + own, later + p.ways[NEED_BACKWARD, c] + extra)
+
+
+@_compiled
+def least_rooms(p: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The smallest room of every subproblem in bytes, and what to do in it; of several, what takes the fewest ticks."""
     length = p.stages.shape[1] - 1
-    need = np.zeros((2, length + 1, length + 1), dtype=np.int64)
-    seconds = np.zeros((2, length + 1, length + 1), dtype=np.int64)
-    option = np.zeros((2, length + 1, length + 1), dtype=np.int64)
-    for t in range(1, length + 1):
+    shape = (2, length + 1, len(p.ends))
+    room, ticks, option = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for end in range(len(p.ends)):
+        t = p.ends[end]
         for s in range(t - 1, -1, -1):
             for flavour in range(2):
-                need[flavour, s, t] = np.iinfo(np.int64).max
-                _least_recording(p, need, seconds, option, flavour, s, t)
-                _least_splitting(p, need, seconds, option, flavour, s, t)
-    return need, seconds, option
+                if flavour == COUNTED and not p.stages[IS_SITE, s]:
+                    continue
+                room[flavour, s, end] = np.iinfo(np.int64).max
+                _least_recording(p, room, ticks, option, flavour, s, t)
+                _least_splitting(p, room, ticks, option, flavour, s, t)
+    return room, option
 
 
 @_compiled
 def _least_recording(
     p: Problem,
-    need: NDArray[np.int64],
-    seconds: NDArray[np.int64],
+    room: NDArray[np.int64],
+    ticks: NDArray[np.int64],
     option: NDArray[np.int64],
     flavour: int,
     s: int,
     t: int,
 ) -> None:
-    own = p.stages[CARRY, s] if flavour == COUNTED else 0
+    end = p.stages[COLUMN, t]
     for c in range(p.stages[FIRST, s], p.stages[FIRST, s + 1]):
         j = p.ways[STOP, c]
         if j > t:
             continue
-        extra = p.ways[ENTERING, c] if flavour == COUNTED else 0
-        room = max(
-            p.stages[BASE, t] + p.ways[NEED_FORWARD, c] + own,
-            p.stages[GRADIENTS, j] - p.stages[GRADIENTS, t] + p.ways[NEED_BACKWARD, c] + extra,
-        )
+        need, time = _recording(p, c, flavour, s, t), p.ways[SECONDS, c]
         if j < t:
-            room = max(room, p.ways[KEEP, c] + extra + need[FREE, j, t])
-        time = p.ways[SECONDS, c] + seconds[FREE, j, t]
-        if room < need[flavour, s, t] or (room == need[flavour, s, t] and time < seconds[flavour, s, t]):
-            need[flavour, s, t], seconds[flavour, s, t], option[flavour, s, t] = room, time, c
+            extra = p.ways[ENTERING, c] if flavour == COUNTED else 0
+            need, time = max(need, p.ways[KEEP, c] + extra + room[FREE, j, end]), time + ticks[FREE, j, end]
+        if need < room[flavour, s, end] or (need == room[flavour, s, end] and time < ticks[flavour, s, end]):
+            room[flavour, s, end], ticks[flavour, s, end], option[flavour, s, end] = need, time, c
 
 
 @_compiled
 def _least_splitting(
     p: Problem,
-    need: NDArray[np.int64],
-    seconds: NDArray[np.int64],
+    room: NDArray[np.int64],
+    ticks: NDArray[np.int64],
     option: NDArray[np.int64],
     flavour: int,
     s: int,
     t: int,
 ) -> None:
-    own = p.stages[CARRY, s] if flavour == COUNTED else 0
-    for k in range(s + 1, t):
-        room = max(p.stages[BASE, t] + own + p.passing[s, k], own + need[COUNTED, k, t])
-        room = max(room, p.stages[GRADIENTS, k] - p.stages[GRADIENTS, t] + need[flavour, s, k])
-        time = p.stages[FORWARD, k] - p.stages[FORWARD, s] + seconds[COUNTED, k, t] + seconds[flavour, s, k]
-        if room < need[flavour, s, t] or (room == need[flavour, s, t] and time < seconds[flavour, s, t]):
-            need[flavour, s, t], seconds[flavour, s, t], option[flavour, s, t] = room, time, -k
+    own, end = p.stages[CARRY, s] if flavour == COUNTED else 0, p.stages[COLUMN, t]
+    for column in range(p.stages[NEXT_SITE, s], end):
+        k = p.ends[column]
+        need = own + max(p.stages[BASE, t] + p.passing[s, column], room[COUNTED, k, end])
+        need = max(need, p.stages[GRADIENTS, k] - p.stages[GRADIENTS, t] + room[flavour, s, column])
+        time = p.stages[FORWARD, k] - p.stages[FORWARD, s] + ticks[COUNTED, k, end] + ticks[flavour, s, column]
+        if need < room[flavour, s, end] or (need == room[flavour, s, end] and time < ticks[flavour, s, end]):
+            room[flavour, s, end], ticks[flavour, s, end], option[flavour, s, end] = need, time, -k

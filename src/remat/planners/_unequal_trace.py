@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 from ..schedules import Action, Advance, Backward, Drop, Load, Record, Store
 from ._unequal_costs import Costs, Range
@@ -30,6 +31,7 @@ class _Part:
     s: int
     t: int
     room: int
+    option: int | None = None
 
 
 class _Tracer:
@@ -54,7 +56,7 @@ class _Tracer:
                 self.actions.append(item)
                 self.live = None
                 continue
-            option = self.choose(item.flavour, item.s, item.t, item.room)
+            option = self._option(item)
             self._ensure_live(item.s)
             if option < 0:
                 self._split(item, -option)
@@ -81,23 +83,46 @@ class _Tracer:
         self.todo.append(_Part(part.flavour, s, k, part.room - self.gradients[k] + self.gradients[t]))
         self.todo.append(_Part(COUNTED, k, t, part.room - own))
 
+    def _option(self, part: _Part) -> int:
+        return self.choose(part.flavour, part.s, part.t, part.room) if part.option is None else part.option
+
     def _record(self, part: _Part, way: int) -> None:
         s, t = part.s, part.t
-        grown = self.costs.range(s, int(self.costs.entry[way]))
-        while grown.stop < self.costs.stop[way]:
-            grown.grow()
         counted = part.flavour == COUNTED
         if counted and s in self.slots:
             self.actions.append(Drop(s))
             self.slots.remove(s)
-        extra = grown.entering if counted else 0
+        grown, rest = self._grown_on(part, self._range(s, way))
         self._used(part, self._need(part, grown))
         self.actions.append(Record(s, grown.stop, grown.entry))
         self.live = grown.stop
         self.seconds += grown.seconds
         self.todo.append(Backward(s, grown.stop))
         if grown.stop < t:
-            self.todo.append(_Part(FREE, grown.stop, t, part.room - grown.keep - extra))
+            self.todo.append(rest)
+
+    def _range(self, s: int, way: int) -> Range:
+        grown = self.costs.range(s, int(self.costs.entry[way]))
+        while grown.stop < self.costs.stop[way]:
+            grown.grow()
+        return grown
+
+    def _grown_on(self, part: _Part, grown: Range) -> tuple[Range, _Part]:
+        """The range, with those that follow it as long as one range for all fits as well: one graph, one backward."""
+        while True:
+            extra = grown.entering if part.flavour == COUNTED else 0
+            rest = _Part(FREE, grown.stop, part.t, part.room - grown.keep - extra)
+            if grown.stop == part.t:
+                return grown, rest
+            rest = replace(rest, option=self._option(rest))
+            if rest.option is None or rest.option < 0 or self.costs.entry[rest.option] != grown.entry:
+                return grown, rest
+            longer = copy(grown)
+            while longer.stop < self.costs.stop[rest.option]:
+                longer.grow()
+            if longer.keep > grown.keep + self.costs.keep[rest.option] or self._need(part, longer) > part.room:
+                return grown, rest
+            grown = longer
 
     def _need(self, part: _Part, grown: Range) -> int:
         own, extra = (self.carry[part.s], grown.entering) if part.flavour == COUNTED else (0, 0)
@@ -105,8 +130,6 @@ class _Tracer:
         return max(self.base[part.t] + own + grown.need_forward, later + extra + grown.need_backward)
 
     def _used(self, part: _Part, need: int) -> None:
-        if need > part.room:
-            raise AssertionError(f"stages {part.s} … {part.t - 1} need {need} bytes of a room of {part.room}")
         self.unused = min(self.unused, part.room - need)
 
 

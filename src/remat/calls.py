@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from .ambient import Source, States, Surroundings, random_sources, recomputing
 from .budgets import budget_bytes
@@ -152,7 +151,7 @@ class Call:
         newest = recorded.outputs[-1][1] if recorded.outputs else 0
         outputs = (item for item in recorded.outputs if item[1] == newest)
         roots: list[Root] = [root for _, root in recorded.leaving] + [root for _, _, root in outputs]
-        nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+        nodes = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
         known = [anchor, *(alias for _, aliases in recorded.inputs for alias in aliases)]
         self.check_seen(nodes, known, recorded.first_sequence, _NODES)
 
@@ -251,6 +250,8 @@ def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) 
     carry = _marked(copied(detached(call.carry)), nature.needs)
 
     def start() -> Trial:
+        if loop.outputs is not None:
+            loop.outputs.flush()  # or what waits from the trial before would be released in this one
         return Trial(call.interpreter(loop, nature, iter(()), carry, states, STEPS), arriving)
 
     def arriving() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd import graph
 
 from .ambient import States, Surroundings, recomputing
 from .errors import LateGradient, StepError
@@ -214,7 +215,7 @@ class Interpreter:
         outputs: Leaves = []
         born = sequence_number()
         with self._running(action.start, action.stop) as first, torch.enable_grad():
-            recorded, carry, handed = self._enter(action.start, boundary)
+            recorded, carry, handed = self._enter(action, boundary)
             recorded.first_sequence = born
             del boundary  # the graph keeps of it what it needs
             for index in range(action.start, action.stop):
@@ -241,9 +242,9 @@ class Interpreter:
         self.ranges[action.stop] = recorded
         self.live = recorded.end
 
-    def _enter(self, index: int, boundary: Boundary) -> tuple[RecordedRange, Leaves, list[torch.Tensor]]:
+    def _enter(self, action: Record, boundary: Boundary) -> tuple[RecordedRange, Leaves, list[torch.Tensor]]:
         """A new graph: its carry, and the aliases that `Resume` hands gradients of outputs to (rule 3)."""
-        leaves = boundary.leaves
+        leaves, index = boundary.leaves, action.start
         places = places_of(leaves)
         needs = tuple(self._needs(index, place, leaves[place]) for place in places)
         if any(needs):
@@ -253,7 +254,9 @@ class Interpreter:
         alias_of = {id(leaves[place]): alias for place, alias in zip(places, aliases, strict=True)}
         needed = {place: alias for place, alias in zip(places, aliases, strict=True) if alias.requires_grad}
         handed = [(output, index - 1, place) for output, place in boundary.shared if place in needed]
-        recorded = RecordedRange([(place, edge_of(alias)) for place, alias in needed.items()], tuple(handed))
+        recorded = RecordedRange(
+            action.start, action.stop, [(place, edge_of(alias)) for place, alias in needed.items()], tuple(handed)
+        )
         carry = [alias_of[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return recorded, copied(carry) if self.copies else carry, [needed[place] for _, _, place in handed]
 
@@ -300,7 +303,16 @@ class Interpreter:
     def _roots(self, recorded: RecordedRange) -> tuple[list[Root], list[torch.Tensor]]:
         """Where gradients go into a range, and those that are there."""
         pairs = [(root, self.adjoint[place]) for place, root in recorded.leaving]
-        pairs += [(root, self._output_gradient(output, stage)) for output, stage, root in recorded.outputs]
+        gradients = {
+            output: stacked[recorded.start : recorded.stop].unbind()
+            for output, stacked in enumerate(self.output_gradients)
+            if stacked is not None and recorded.outputs
+        }
+        pairs += [
+            (root, gradients[output][stage - recorded.start])
+            for output, stage, root in recorded.outputs
+            if output in gradients
+        ]
         there = [(root, gradient) for root, gradient in pairs if gradient is not None]
         return [root for root, _ in there], [gradient for _, gradient in there]
 
@@ -318,7 +330,12 @@ class Interpreter:
         recorded.leaving, recorded.outputs, recorded.resume = [], [], None
         if not wanted:
             return ()
-        return torch.autograd.grad(roots, wanted, gradients, allow_unused=True)  # type: ignore[arg-type]  # mixed lists
+        # What torch.autograd.grad does after checks that cost as much as a small step: keep nothing, build nothing on
+        # top, leave out what is not reached.
+        found: tuple[torch.Tensor | None, ...] = graph._engine_run_backward(
+            tuple(roots), tuple(gradients), False, False, tuple(wanted), True, accumulate_grad=False
+        )
+        return found
 
     def _take_gradients(self, recorded: RecordedRange, found: Sequence[torch.Tensor | None]) -> None:
         stream = iter(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -12,6 +12,8 @@ from .recorded import needs_gradient
 from .trees import Leaves, Mismatch, Structure
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
+_TINY: Final = 16  # bytes
+_TOGETHER: Final = 32  # steps whose tiny outputs are stacked, or whose inputs are sliced, at once
 
 
 class Inputs:
@@ -50,21 +52,41 @@ def _length(structure: Structure, leaves: Leaves, length: int | None) -> int:
 
 
 class Outputs:
-    """Outputs stacked over time as they come, each in a buffer that is allocated once."""
+    """Outputs stacked over time as they come, each in a buffer that is allocated once.
+
+    Tiny ones, such as losses, wait until there are enough of them: stacking many costs little more than copying one.
+    """
 
     def __init__(self, length: int) -> None:
         self.length = length
         self.buffers: list[Any] = []
+        self._waiting: list[list[torch.Tensor]] = []
+        self._first = 0  # the step of the first that waits
 
     def emit(self, index: int, leaves: Leaves) -> None:
         """Keep the outputs of step `index`."""
         if not self.buffers:
             self.buffers = [self._buffer(leaf) for leaf in leaves]
-        for buffer, leaf in zip(self.buffers, leaves, strict=True):
-            if isinstance(buffer, torch.Tensor):
+            self._waiting = [[] for _ in leaves]
+        if index % _TOGETHER == 0 or index < self._first:
+            self.flush()
+            self._first = index
+        for buffer, waiting, leaf in zip(self.buffers, self._waiting, leaves, strict=True):
+            if not isinstance(buffer, torch.Tensor):
+                if buffer is not None:
+                    buffer[index] = leaf
+            elif leaf.nbytes <= _TINY:
+                waiting.append(leaf.detach())
+            else:
                 buffer[index].copy_(leaf.detach())
-            elif buffer is not None:
-                buffer[index] = leaf
+
+    def flush(self) -> None:
+        """Stack what waits."""
+        with torch.no_grad():
+            for buffer, waiting in zip(self.buffers, self._waiting, strict=True):
+                if waiting:
+                    torch.stack(waiting, out=buffer[self._first : self._first + len(waiting)])
+                    waiting.clear()
 
     def _buffer(self, leaf: Any) -> torch.Tensor | list[Any] | None:
         if isinstance(leaf, torch.Tensor):
@@ -103,6 +125,9 @@ class Loop:
         self._input_structure = input_structure
         self._needs = [needs_gradient(leaf) for leaf in inputs]
         self._inputs = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs]
+        self._any_needs = any(self._needs)
+        self._first = -1
+        self._slices: list[tuple[Any, bool]] = []  # a block of x: views by step, or a value that is no tensor
         self.input_gradients: list[torch.Tensor | None] = [None] * sum(self._needs)
 
     # ---- what the interpreter asks for
@@ -110,12 +135,23 @@ class Loop:
     def inputs(self, index: int, *, recording: bool) -> Leaves:
         """The leaves of x at a step; when recording, those that need a gradient are fresh leaves."""
         index %= self.length  # profiling may ask for more steps than there are
-        leaves = [leaf[index] if isinstance(leaf, torch.Tensor) else leaf for leaf in self._inputs]
-        if recording:
-            for leaf, need in zip(leaves, self._needs, strict=True):
-                if need:
-                    leaf.requires_grad_()
+        first = index - index % _TOGETHER
+        if first != self._first:
+            self._first, self._slices = first, [self._sliced(leaf, first) for leaf in self._inputs]
+        index -= first
+        if not recording or not self._any_needs:
+            return [leaf[index] if is_tensor else leaf for leaf, is_tensor in self._slices]
+        leaves = [leaf[index].detach() if is_tensor else leaf for leaf, is_tensor in self._slices]
+        for leaf, need in zip(leaves, self._needs, strict=True):
+            if need:
+                leaf.requires_grad_()
         return leaves
+
+    @staticmethod
+    def _sliced(leaf: Any, first: int) -> tuple[Any, bool]:
+        if isinstance(leaf, torch.Tensor):
+            return leaf[first : first + _TOGETHER].unbind(), True
+        return leaf, False
 
     def run(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:
         """One step, its results taken apart and, the first time, checked."""

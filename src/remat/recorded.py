@@ -33,6 +33,7 @@ from torch.autograd.graph import GradientEdge
 from .trees import Leaves
 
 Root = torch.Tensor | GradientEdge
+_SMALL: Final = 8  # bytes: a loss; looking its node up would take longer
 _ROOTS: Final = 8
 _NODES: Final = 512  # of a graph are looked at for captured tensors; the newest stage is among them
 
@@ -68,6 +69,7 @@ class RecordedRange:
     """A recorded range: where its graph is entered and left.
 
     Attributes:
+        start, stop: the stages are start … stop−1.
         entering: (leaf, edge) where gradients of the entering carry come out, equal leaves once.
         handed: (output, stage, leaf) of the gradients that `Resume` hands in (rule 3).
         leaving: (leaf, root) where gradients of the leaving carry go in, equal leaves once.
@@ -78,6 +80,8 @@ class RecordedRange:
         end: the leaving carry.
     """
 
+    start: int
+    stop: int
     entering: list[tuple[int, GradientEdge]]
     handed: tuple[tuple[int, int, int], ...]
     leaving: list[tuple[int, Root]] = field(default_factory=list)
@@ -151,7 +155,7 @@ def start_of_sums(roots: Sequence[Root], captured: Sequence[torch.Tensor]) -> li
     gradient may be sparse without a dense start.
     """
     newest = (*roots[:_ROOTS], *roots[-_ROOTS:])  # of the leaving carry, and the last of the outputs'
-    nodes = [root.node if isinstance(root, GradientEdge) else root for root in newest]
+    nodes = [node_of(root) for root in newest]
     reached = reached_tensors(nodes, captured, _NODES)
     return [
         torch.full_like(tensor, -0.0, memory_format=torch.contiguous_format, requires_grad=False)
@@ -182,6 +186,13 @@ def reached_tensors(nodes: Iterable[Any], captured: Sequence[torch.Tensor], limi
     return reached
 
 
+def node_of(root: Root) -> Any:
+    """The autograd node behind a root; a leaf itself, if it is one."""
+    if isinstance(root, GradientEdge):
+        return root.node
+    return root if root.grad_fn is None else root.grad_fn
+
+
 def needs_gradient(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
@@ -196,8 +207,8 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
 
 
 def root_of(tensor: torch.Tensor) -> Root:
-    """Where a gradient for a tensor goes in, without keeping the tensor alive."""
-    return tensor if tensor.grad_fn is None else edge_of(tensor)
+    """Where a gradient for a tensor goes in, without keeping the tensor alive unless it is as small as an edge."""
+    return tensor if tensor.nbytes <= _SMALL or tensor.grad_fn is None else edge_of(tensor)
 
 
 def places_of(leaves: Leaves) -> list[int]:

@@ -109,6 +109,7 @@ def _plain(call: Call) -> tuple[Any, Any]:
             carry, results = loop.run(index, carry, loop.inputs(index, recording=False), first=True)
             loop.emit(index, results)
             del results
+    outputs.flush()
     packing = _Packing()
     return packing.unpack(packing.pack(carry, outputs.buffers, loop))
 
@@ -206,6 +207,8 @@ def _forward(
     loop = call.loop(outputs, carry, inputs)
     run = call.interpreter(loop, nature, iter(made.schedule), carry, states, call.length)
     final = run.forward()
+    if outputs is not None:
+        outputs.flush()
     loop.outputs = None
     call.check_range(run.ranges[call.length], run.anchor)
     return run, loop, final

@@ -17,7 +17,7 @@ PACKAGE = Path(remat.__file__).parent
 LAYERS = {
     "L0": {"errors", "sizes"},
     "L1": {"chains", "schedules"},
-    "L2": {"planners", "simulator", "report", "plans"},
+    "L2": {"planners", "simulator", "report", "plans", "tradeoff"},
     "L3": {
         "ambient",
         "budgets",
@@ -27,9 +27,10 @@ LAYERS = {
         "meter",
         "profiler",
         "recorded",
+        "sweeps",
         "trees",
     },
-    "L4": {"calls", "scan"},
+    "L4": {"calls", "chunking", "layered", "recurrent", "scan"},
     "L5": {"cli", "demo"},
 }
 WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"cli"}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .meter import measure as measure
     from .plans import Plan as Plan
     from .plans import plan as plan
+    from .recurrent import recurrent as recurrent
     from .scan import plan_scan as plan_scan
     from .scan import scan as scan
 
@@ -42,6 +43,7 @@ _HOMES: Final = {
     "measure": "meter",
     "plan": "plans",
     "plan_scan": "scan",
+    "recurrent": "recurrent",
     "scan": "scan",
 }
 
@@ -60,6 +62,7 @@ __all__ = [
     "measure",
     "plan",
     "plan_scan",
+    "recurrent",
     "scan",
 ]
 

@@ -6,16 +6,16 @@ It shares no code with planners or simulator: bytes are counted afresh from what
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from remat.chains import Chain, Tape
 from remat.schedules import Action, Advance, Backward, Drop, Load, Record, Store
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     live: int | None
     slots: frozenset[int]
     ranges: frozenset[Record]
@@ -37,6 +37,7 @@ def frontier(chain: Chain) -> list[Found]:
     start = State(0, frozenset(), frozenset(), chain.length)
     heap: list[tuple[float, int, int, State, tuple | None]] = [(0.0, machine.bytes(start), next(ticket), start, None)]
     least: dict[State, int] = {}
+    moves: dict[State, list[tuple[Action, State, float, int]]] = {}
     found: list[Found] = []
     while heap:
         seconds, peak, _, state, trail = heappop(heap)
@@ -46,7 +47,9 @@ def frontier(chain: Chain) -> list[Found]:
         if state.done == 0 and not state.slots:
             found.append(Found(seconds, peak, _unwind(trail)))
             continue
-        for action, after, time, most in machine.moves(state):
+        if state not in moves:
+            moves[state] = list(machine.moves(state))
+        for action, after, time, most in moves[state]:
             reached = max(peak, most)
             if reached < least.get(after, reached + 1):
                 heappush(heap, (seconds + time, reached, next(ticket), after, (action, trail)))
@@ -96,17 +99,17 @@ class _Machine:
         """Every legal action with the state after it, its seconds and its peak."""
         if state.live is not None:
             yield from self._runs(state, state.live)
-            if state.live not in state.slots:
-                yield Store(state.live), replace(state, slots=state.slots | {state.live}), 0.0, self.bytes(state)
+            if state.live not in state.slots and state.live < state.done:  # others are of no use
+                yield Store(state.live), state._replace(slots=state.slots | {state.live}), 0.0, self.bytes(state)
         held = state.slots | {r.stop for r in state.ranges} | ({0} if self.chain.caller_keeps_carry else set())
         for k in held - {state.live}:
-            after = replace(state, live=k)
+            after = state._replace(live=k)
             yield Load(k), after, 0.0, self.bytes(after)
         for k in state.slots:
-            yield Drop(k), replace(state, slots=state.slots - {k}), 0.0, self.bytes(state)
+            yield Drop(k), state._replace(slots=state.slots - {k}), 0.0, self.bytes(state)
         for record in state.ranges:
             if record.stop == state.done:
-                after = replace(state, live=None, ranges=state.ranges - {record}, done=record.start)
+                after = state._replace(live=None, ranges=state.ranges - {record}, done=record.start)
                 tapes = [self.stages[k].menu[record.entry] for k in range(record.start, record.stop)]
                 yield (
                     Backward(record.start, record.stop),
@@ -120,7 +123,7 @@ class _Machine:
             return
         finals = min(2, state.finals + 1) if k + 1 == self.length else state.finals
         peak = self.bytes(state) + self.carry[k + 1] + self.stages[k].workspace_bytes
-        yield Advance(k, k + 1), replace(state, live=k + 1, finals=finals), self.stages[k].forward_s, peak
+        yield Advance(k, k + 1), state._replace(live=k + 1, finals=finals), self.stages[k].forward_s, peak
         recorded = self._tapes(state)
         for entry in range(len(self.stages[k].menu)):
             alive, peak, seconds = self.bytes(state), 0, 0.0
@@ -136,7 +139,7 @@ class _Machine:
                 seconds += tape.forward_s
                 record = Record(k, last + 1, entry)
                 finals = min(2, state.finals + 1) if last + 1 == self.length else state.finals
-                after = replace(state, live=last + 1, ranges=state.ranges | {record}, finals=finals)
+                after = state._replace(live=last + 1, ranges=state.ranges | {record}, finals=finals)
                 yield record, after, seconds, peak
 
     def _backward_peak(self, state: State, record: Record) -> int:

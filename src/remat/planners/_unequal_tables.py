@@ -158,8 +158,11 @@ def _twins(costs: Costs, is_site: NDArray[np.bool_]) -> tuple[NDArray[np.int64],
     """For every t, a shift d and the largest reach r such that s … t−1 equals s−d … t−d−1 for all s ≥ t − r.
 
     Equal are segments of equal stages, with the same carries to store, that end in carries of equal size before the end
-    of the chain.
+    of the chain. The earlier one must not be among the ends that are solved together with t.
     """
+    from ._unequal_kernels import TOGETHER
+
+    column = np.cumsum(is_site)
     length, carry = costs.length, costs.carry
     kind = 2 * costs.kind + is_site[:-1]
     shift, reach = np.zeros(length + 1, dtype=np.int64), np.zeros(length + 1, dtype=np.int64)
@@ -167,7 +170,8 @@ def _twins(costs: Costs, is_site: NDArray[np.bool_]) -> tuple[NDArray[np.int64],
     for t in range(2, length):
         d = np.arange(1, t)
         equal[d] = np.where(kind[t - 1] == kind[t - 1 - d], equal[d] + 1, 0)
-        usable = np.where((carry[t - d] == carry[t]) & is_site[t - d], equal[d], 0)
+        solved = is_site[t - d] & (column[t] - column[t - d] >= TOGETHER)
+        usable = np.where((carry[t - d] == carry[t]) & solved, equal[d], 0)
         best = int(usable.argmax())
         shift[t], reach[t] = best + 1, usable[best]
     return shift, reach

@@ -6,9 +6,9 @@ best reversed by HSM. So stopping at T costs, in forward runs,
 
     T + H(p₁ − p₀, m) + H(p₂ − p₁, m − 1) + … + H(T − p_q, m − q),     H(t, m) = HSM's optimum.
 
-The published algorithms prescribe positions, optimal as long as binom(m+2, 2) ≥ T and less good afterwards. Here, before
-each step with all slots in use, the live carry replaces the stored one whose loss makes this sum least, or none. The sum
-is exact whatever was chosen before, so the rule may only err about the future, and it hardly does:
+The published algorithms prescribe positions, optimal as long as binom(m+2, 2) ≥ T and less good afterwards. Here,
+before each step with all slots in use, the live carry replaces the stored one whose loss makes this sum least, or none.
+The sum is exact whatever was chosen before, so the rule may only err about the future, and it hardly does:
 `benchmarks/planning.py` lists its cost over that of HSM, which knows T. The last step is known to be the last only when
 it has been run, without a tape; that one run more is counted.
 """

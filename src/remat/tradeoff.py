@@ -1,0 +1,133 @@
+"""`tradeoff(chain)`: bytes against seconds, the whole curve, from one table instead of one plan per budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import log
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from .chains import Chain
+from .errors import InfeasibleBudget
+from .planners import _unequal_bounds as bounds
+from .planners import keep_all, planner
+from .planners._unequal_costs import costs
+from .planners._unequal_tables import Solved, solve
+from .planners._unequal_trace import trace
+from .planners.unequal import flavour_of
+from .simulator import simulate
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_LONGEST: Final = 3000  # stages for which a table of all segments is made
+_SAMPLES: Final = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Tradeoff:
+    """What a budget buys: budgets in ascending order, with the seconds of one iteration, which descend.
+
+    Attributes:
+        budgets_bytes: the budgets at which something is gained, from the smallest feasible one to that from which on
+            nothing is run twice and every stage is recorded in its fastest way.
+        seconds: what an iteration takes with each of them and up to the next.
+        unit_bytes: how finely budgets were told apart.
+        exact: whether that is fine enough to lose nothing.
+    """
+
+    budgets_bytes: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    unit_bytes: int
+    exact: bool
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self.budgets_bytes.tolist(), self.seconds.tolist(), strict=True)
+
+    def __len__(self) -> int:
+        return len(self.budgets_bytes)
+
+    @property
+    def smallest_budget_bytes(self) -> int:
+        """The smallest budget with which there is a schedule."""
+        return int(self.budgets_bytes[0])
+
+    @property
+    def largest_budget_bytes(self) -> int:
+        """The budget beyond which nothing is gained."""
+        return int(self.budgets_bytes[-1])
+
+    def at(self, budget_bytes: int) -> float:
+        """Seconds of an iteration with this budget; infinite if there is no schedule."""
+        index = int(np.searchsorted(self.budgets_bytes, budget_bytes, side="right")) - 1
+        return float(self.seconds[index]) if index >= 0 else float("inf")
+
+    @property
+    def knee(self) -> tuple[int, float]:
+        """The budget, and its seconds, from which less memory costs ever more and more memory gains ever less.
+
+        It is the point farthest below the straight line between the ends, both axes logarithmic: where doubling and
+        halving the budget are worth the same share of the way.
+        """
+        if len(self) < 3 or self.seconds[-1] <= 0 or self.budgets_bytes[0] <= 0:
+            return self.largest_budget_bytes, float(self.seconds[-1])
+        x = np.log(self.budgets_bytes / self.budgets_bytes[0]) / log(self.budgets_bytes[-1] / self.budgets_bytes[0])
+        y = np.log(self.seconds / self.seconds[-1]) / log(self.seconds[0] / self.seconds[-1])
+        best = int(np.argmin(x + y))
+        return int(self.budgets_bytes[best]), float(self.seconds[best])
+
+
+def tradeoff(chain: Chain, *, units: int = 500) -> Tradeoff:
+    """The curve of bytes against seconds.
+
+    Args:
+        chain: stages and what they cost.
+        units: how many budgets to tell apart; fewer if fewer are exact.
+    """
+    if chain.length > _LONGEST and len(chain.runs) == 1:
+        return _sampled(chain)
+    problem, flavour = costs(chain), flavour_of(chain)
+    most = bounds.keep_all(problem, flavour)
+    solved = solve(problem, max(1, most.room), units)
+    least = solved.least_room(flavour)
+    points = [(problem.fixed_bytes + most.room, float(problem.fastest[-1]))]
+    if least < most.room:
+        points.append((problem.fixed_bytes + least, trace(problem, solved.choose, flavour, least).seconds))
+        points += _table_points(solved, flavour, least, most.room)
+    exact = solved.all_sites and solved.unit_bytes == problem.unit()
+    return _curve(points, solved.unit_bytes, exact=exact)
+
+
+def _table_points(solved: Solved, flavour: int, least: int, most: int) -> Iterator[tuple[int, float]]:
+    fixed, unit = solved.costs.fixed_bytes, solved.unit_bytes
+    for room, seconds in enumerate(solved.curve(flavour)):
+        if least <= room * unit < most and seconds < np.inf:
+            yield fixed + room * unit, float(seconds)
+
+
+def _curve(points: list[tuple[int, float]], unit_bytes: int, *, exact: bool) -> Tradeoff:
+    """The points that are faster than all with a smaller budget."""
+    kept: list[tuple[int, float]] = []
+    for budget, seconds in sorted(points):
+        if not kept or seconds < kept[-1][1]:
+            kept.append((budget, seconds))
+    budgets = np.array([budget for budget, _ in kept], dtype=np.int64)
+    return Tradeoff(budgets, np.array([seconds for _, seconds in kept]), unit_bytes, exact)
+
+
+def _sampled(chain: Chain) -> Tradeoff:
+    """For a repeated stage too often for a table of all segments: plans for a few budgets, in equal ratios."""
+    find = planner("tight")
+    try:
+        find(chain, 0)
+        smallest = 0
+    except InfeasibleBudget as refused:
+        smallest = refused.smallest_budget_bytes
+    fastest = min(keep_all.entries(chain), key=lambda entry: keep_all.seconds(chain, entry))
+    largest = keep_all.peak_bytes(chain, fastest)
+    budgets = np.unique(np.geomspace(max(1, smallest), max(1, smallest, largest), _SAMPLES).astype(np.int64))
+    budgets = np.append(np.maximum(budgets[:-1], smallest), max(smallest, largest))
+    points = [(int(budget), simulate(chain, find(chain, int(budget))).seconds) for budget in budgets]
+    return _curve(points, int(np.diff(budgets).max(initial=0)), exact=False)

@@ -45,10 +45,10 @@ clean:
 
 .venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing remat into .venv (torch is large: this may take a few minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
 .venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing remat and its checks into .venv (torch is large: this may take a few minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch .venv/.installed $@

@@ -277,11 +277,11 @@ class _Machine:
         kept = self._range_bytes(record)
         before = self._alive(action.stop)
         del self.ends[action.stop]
-        leaving = 0  # what only the newest tape keeps of carry `stop`, until it is consumed
+        leaving = 0  # what only the newest tape keeps of carry `stop`
         if action.stop < self.length and not self._alive(action.stop):
             leaving = chain.stage(action.stop - 1).menu[entry].leaving_bytes
         self.bytes += self._alive(action.stop) + leaving - before
-        peak = self._consume(action, entry, leaving)
+        peak = self._consume(action, entry)
         self.bytes += self._adjoint_bytes(action.start) - self._adjoint_bytes(action.stop) - kept - leaving
         self.bytes += sum((b - a) * stage.gradient_bytes for stage, a, b in chain.pieces(action.start, action.stop))
         before = self._alive(action.start)
@@ -293,21 +293,24 @@ class _Machine:
     def _adjoint_bytes(self, k: int) -> int:
         return 0 if k == self.length else self.chain.carry_bytes(k)
 
-    def _consume(self, action: Backward, entry: int, leaving: int) -> int:
-        """The peak while tapes go away newest first, and adjoints and gradients come."""
-        alive, peak = self.bytes, 0
+    def _consume(self, action: Backward, entry: int) -> int:
+        """The peak while tapes go away newest first.
+
+        The adjoint that came in, and what the newest tape kept of its carry, stay until the whole range is done; the
+        adjoint at hand comes on top, with what the tape at hand keeps of its carry.
+        """
+        alive, peak, inside = self.bytes, 0, 0
         for stage, start, stop in reversed(list(self.chain.pieces(action.start, action.stop))):
             tape, newest = stage.menu[entry], stop
             while newest > start:
-                peak = max(peak, alive + tape.backward_workspace_bytes)
+                if newest < action.stop:
+                    inside = self.chain.carry_bytes(newest) + tape.leaving_bytes
+                peak = max(peak, alive + inside + tape.backward_workspace_bytes)
                 # The newest of a run goes by itself, then all but the oldest together: among those the change is even.
                 oldest = newest - 1 if newest == stop or newest - start == 1 else start + 1
                 alive -= (newest - oldest) * (tape.tape_bytes - stage.gradient_bytes)
                 if oldest > action.start:
                     alive -= (newest - oldest) * self._kept_between(oldest, entry)
-                if newest == action.stop:
-                    alive -= leaving
-                alive += self._adjoint_bytes(oldest) - self._adjoint_bytes(newest)
                 newest = oldest
             self.seconds += (stop - start) * tape.backward_s
         return peak

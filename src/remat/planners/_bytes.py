@@ -70,10 +70,10 @@ def backward_need(chain: Chain, start: int, stop: int, entry: int, *, held: bool
         for k, repeat in ((last - 1, 1), (last - 2, last - 2 - first), (first, min(1, last - 1 - first))):
             if repeat < 1:
                 continue
-            need = max(need, alive + tape.backward_workspace_bytes)
+            # What came in stays until the range is done, so further inside an adjoint and its carry come on top.
+            inside = chain.carry_bytes(k + 1) + tape.leaving_bytes if k + 1 < stop else 0
+            need = max(need, alive + inside + tape.backward_workspace_bytes)
             alive += repeat * (stage.gradient_bytes - tape.tape_bytes)
-            alive += chain.carry_bytes(k - repeat + 1) - (chain.carry_bytes(k + 1) if k + 1 < chain.length else 0)
-            alive -= leaving if k == stop - 1 else 0
             alive -= repeat * kept_between(chain, k, entry) if k > start else 0
     return need
 

@@ -100,8 +100,10 @@ def _reserve(stage: Stage, tape: Tape) -> int:
     advancing = 2 * carry + stage.workspace_bytes
     recording = 2 * carry + tape.tape_bytes + tape.workspace_bytes
     # The last stage of a kept range gives up its end carry, but may leave more between it and the newest one.
-    newest = max(tape.entering_bytes, between - carry) + tape.tape_bytes + tape.leaving_bytes
-    return carry + max(advancing, recording, newest + tape.backward_workspace_bytes)
+    newest = max(tape.entering_bytes, between - carry) + tape.tape_bytes
+    # Once the newest is consumed, the next one's adjoint comes on top, and what it keeps of the carry in between.
+    consuming = max(newest, tape.leaving_bytes) + tape.leaving_bytes + tape.backward_workspace_bytes
+    return carry + max(advancing, recording, consuming)
 
 
 def slots_budget_bytes(chain: Chain, slots: int, entry: int = 0) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
+import weakref
 
 import pytest
 from hypothesis import given
@@ -36,6 +38,24 @@ def test_the_tight_planner_when_it_does_not() -> None:
     assert made.planner == "tight"
     assert made.forward_runs > 60
     assert made.peak_bytes <= EVERYTHING - 1
+
+
+def test_a_refusal_on_the_way_keeps_nobody_alive() -> None:
+    """keep-all's exception must not hold the frames of the callers, and what they hold, in a circle."""
+
+    class Witness:
+        pass
+
+    def call() -> weakref.ref[Witness]:
+        witness = Witness()
+        plan(CHAIN, EVERYTHING - 1)
+        return weakref.ref(witness)
+
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()
 
 
 def test_budget_as_text() -> None:

@@ -29,6 +29,7 @@ from .sizes import parse_bytes
 app = typer.Typer(
     help="Train any network inside a memory budget, at the least extra compute, bit for bit.",
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 

@@ -191,18 +191,16 @@ def _named(name: str, chain: Chain, budget_bytes: int) -> Schedule:
 
 
 def _auto(chain: Chain, budget_bytes: int) -> Schedule:
-    refusal: UnsupportedChain | InfeasibleBudget | None = None
-    for name in _AUTO:
-        if name not in names():
-            continue
+    candidates = [name for name in _AUTO if name in names()]
+    for name in candidates[:-1]:
         try:
             return _named(name, chain, budget_bytes)
-        except (UnsupportedChain, InfeasibleBudget) as error:
-            if isinstance(error, InfeasibleBudget) and name != "keep-all":
+        except UnsupportedChain:
+            continue
+        except InfeasibleBudget:  # keeping everything is one way of many; the other planners' word is final
+            if name != "keep-all":
                 raise
-            refusal = error
-    assert refusal is not None, "the registry has keep-all"
-    raise refusal
+    return _named(candidates[-1], chain, budget_bytes)
 
 
 # ---- facts

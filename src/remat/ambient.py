@@ -6,17 +6,24 @@ taken once per call and entered again around the backward; random states belong 
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import overrides
+from torch._C._dynamo import eval_frame
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
+from .errors import LateChange, StepError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 _replaying = threading.local()
 
 
@@ -38,16 +45,69 @@ def recomputing() -> Iterator[None]:
         _replaying.depth -= 1
 
 
+def opaque(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep `torch.compile` out of a function and of all that it calls: a graph break, and no tracing inside.
+
+    What `torch.compiler.disable` does, without its import, which takes longer than all of ours.
+    """
+
+    @functools.wraps(function)
+    def untraced(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = eval_frame.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(before)
+
+    untraced._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _skip_frame(untraced)
+    return untraced
+
+
+def _skip_frame(function: Any) -> None:
+    if hasattr(eval_frame, "skip_code"):  # until torch 2.9
+        eval_frame.skip_code(function.__code__)
+    else:
+        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, default))
+
+
+def is_transformed(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a transform is at work that autograd nodes of our kind have no rule for.
+
+    `torch.func` (grad, vmap, jvp, ...), forward-mode derivatives, and tracers that run Python on fake tensors.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if forward_ad._current_level >= 0 and any(_has_tangent(tensor) for tensor in tensors):
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or (
+        torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    )
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    unpacked: Any = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return unpacked.tangent is not None
+
+
 # ---- random streams
 
 
 class Source(NamedTuple):
-    """One stream of random numbers: how to read its state, to set it, and to compare two states."""
+    """Something whose state belongs to a carry: a stream of random numbers, a buffer, a list.
+
+    Attributes:
+        name: what to call it.
+        get, set, same: read its state, set it, compare two states.
+        version: a number that changes whenever it changes, for what is large to read.
+    """
 
     name: str
     get: Callable[[], Any]
     set: Callable[[Any], object]
     same: Callable[[Any, Any], bool]
+    version: Callable[[], int] | None = None
 
 
 def random_sources(devices: Iterable[torch.device], owned: Iterable[object] = ()) -> tuple[Source, ...]:
@@ -109,53 +169,91 @@ def _same_numpy_state(a: Any, b: Any) -> bool:
 
 
 class States:
-    """What belongs to carries beside their leaves (random states, buffers), shared between them while nothing changes.
+    """What belongs to carries beside their leaves, shared between them while nothing changes.
 
-    During the first pass every source is watched; `settle` then keeps those that were drawn from, and from then on
-    the others cost nothing.
+    During a first pass random streams are watched, and whatever else the step was seen to change; `settle` then keeps
+    those that did change, and from then on the others cost nothing.
+
+    Args:
+        sources: all that could change.
+        watched: which of them a first pass watches, by number; all, if None.
     """
 
-    def __init__(self, sources: tuple[Source, ...]) -> None:
+    def __init__(self, sources: tuple[Source, ...], watched: Iterable[int] | None = None) -> None:
         self.sources = sources
-        self.start = self._last = tuple(source.get() for source in sources)
-        self.drawn: tuple[int, ...] = tuple(range(len(sources)))
+        numbers = range(len(sources))
+        self.watched = tuple(numbers if watched is None else sorted(watched))
+        in_full = {number for number in numbers if sources[number].version is None} | set(self.watched)
+        self.start = self._last = tuple(s.get() if n in in_full else None for n, s in enumerate(sources))
+        self._versions = {n: _version(s) for n, s in enumerate(sources) if n not in in_full}
 
     def take(self) -> tuple[Any, ...]:
         """The states of now, as one value to keep with a carry."""
-        if not self.drawn:
+        if not self.watched:
             return ()
         states = list(self._last)
-        for index in self.drawn:
-            source = self.sources[index]
+        for number in self.watched:
+            source = self.sources[number]
             state = source.get()
-            if not source.same(state, states[index]):
-                states[index] = state
+            if not source.same(states[number], state):
+                states[number] = state
         self._last = tuple(states)
         return self._last
 
     def settle(self) -> None:
-        """The first pass is over: watch only the sources that were drawn from."""
+        """A first pass is over: watch only what it changed.
+
+        Raises:
+            LateChange: it changed something that was not watched; everything is as it was at the start.
+            StepError: it changed a tensor that was not watched.
+        """
+        changed = [number for number in range(len(self.sources)) if number not in self.watched and self._moved(number)]
+        for number in changed:
+            if self.sources[number].version is not None:
+                raise StepError(
+                    f"a later step changes {self.sources[number].name} in place, which the first step did not; make it "
+                    "part of the carry"
+                )
+        if changed:
+            self.restart((*self.watched, *changed))
+            raise LateChange(changed)
         self.take()
-        moved = (i for i in self.drawn if not self.sources[i].same(self.start[i], self._last[i]))
-        self.drawn = tuple(moved)
+        self.watched = tuple(n for n in self.watched if not self.sources[n].same(self.start[n], self._last[n]))
+
+    def _moved(self, number: int) -> bool:
+        source = self.sources[number]
+        if source.version is not None:
+            return bool(_version(source) != self._versions[number])
+        return not source.same(self.start[number], source.get())
+
+    def restart(self, numbers: Iterable[int] | None = None) -> None:
+        """Set what is watched, or the sources given, back to what it was at the start."""
+        for number in self.watched if numbers is None else numbers:
+            self.sources[number].set(self.start[number])
+        self._last = self.start
 
     def restore(self, states: tuple[Any, ...]) -> None:
-        """Set the streams that matter back to the states kept with a carry."""
-        for index in self.drawn:
-            self.sources[index].set(states[index])
-        if self.drawn:
+        """Set what matters back to the states kept with a carry."""
+        for number in self.watched:
+            self.sources[number].set(states[number])
+        if self.watched:
             self._last = states
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Leave all streams as they were at entry."""
-        indices = self.drawn
-        states = [self.sources[index].get() for index in indices]
+        """Leave all that is watched as it was at entry."""
+        numbers = self.watched
+        states = [self.sources[number].get() for number in numbers]
         try:
             yield
         finally:
-            for index, state in zip(indices, states, strict=True):
-                self.sources[index].set(state)
+            for number, state in zip(numbers, states, strict=True):
+                self.sources[number].set(state)
+
+
+def _version(source: Source) -> int:
+    assert source.version is not None
+    return source.version()
 
 
 # ---- autocast, default dtype, modes

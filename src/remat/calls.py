@@ -9,12 +9,13 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from .ambient import Source, States, Surroundings, random_sources, recomputing
+from .ambient import States, Surroundings, random_sources, recomputing
 from .budgets import budget_bytes
 from .captures import reach, unseen_leaves
 from .errors import StepError
 from .interpreter import Interpreter
 from .loops import Inputs, Loop, Outputs, Step
+from .mutable import mutable_sources, refuse_hidden_gradients
 from .planners.room import smallest
 from .plans import Plan, plan
 from .profiler import STEPS, Costs, Sizes, Trial, profile
@@ -52,6 +53,7 @@ class Nature:
         output_needs: which outputs need one.
         copies: whether the step changes its carry in place.
         grad_mode: whether it computes otherwise when autograd is off.
+        changes: which streams, buffers, lists, ... it changed, by number.
         sizes: bytes of its results.
     """
 
@@ -59,6 +61,7 @@ class Nature:
     output_needs: tuple[bool, ...]
     copies: bool
     grad_mode: bool
+    changes: frozenset[int]
     sizes: Sizes
 
 
@@ -70,7 +73,8 @@ class Call:
         inputs: what the steps take, its tensors until `release`.
         captured: tensors that the step can reach and that need a gradient.
         needs: leaves of a carry that are known to need a gradient.
-        sources: streams and buffers whose state belongs to a carry.
+        sources: streams, buffers, lists, ... whose state belongs to a carry.
+        watched: those that a first pass watches, by number.
     """
 
     def __init__(self, step: Step, carry: Any, xs: Any, length: int | None) -> None:
@@ -90,14 +94,14 @@ class Call:
         self.input_needs = [leaf.requires_grad for leaf in self.inputs.tensors()]
         self.captured = reached.differentiable()
         self.needs = tuple(map(needs_gradient, self.carry))
-        self._buffers = [
-            buffer for module in reached.modules for buffer in module._buffers.values() if buffer is not None
-        ]
         tensors = [*self._carry_tensors(), *self.inputs.tensors(), *reached.tensors]
         devices = {tensor.device for tensor in tensors}
         self.device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self.surroundings = Surroundings({device.type for device in devices})
-        self.sources = (*random_sources(devices, reached.generators), *map(_buffer_source, self._buffers))
+        streams = random_sources(devices, reached.generators)
+        self.sources = (*streams, *mutable_sources(reached))
+        self.watched = set(range(len(streams)))
+        self._buffers = [value for value in reached.changeable if isinstance(value, torch.Tensor)]
         self._code = (*reached.codes, *reached.settings)
 
     def _carry_tensors(self) -> list[torch.Tensor]:
@@ -246,12 +250,13 @@ def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature,
 def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) -> Costs:
     """The costs of one step, measured in small runs on copies of the carry."""
     loop = call.loop(Outputs(STEPS), call.carry, call.inputs.leaves)
-    states = States(call.sources)
+    states = States(call.sources, nature.changes)
     carry = _marked(copied(detached(call.carry)), nature.needs)
 
     def start() -> Trial:
         if loop.outputs is not None:
-            loop.outputs.flush()  # or what waits from the trial before would be released in this one
+            loop.outputs.flush()  # what waits from the trial before must not be released in the next
+        states.restart()
         return Trial(call.interpreter(loop, nature, iter(()), carry, states, STEPS), arriving)
 
     def arriving() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
@@ -263,7 +268,7 @@ def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) 
     def room_bytes(costs: Costs) -> int:
         return limit - smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
 
-    with torch.enable_grad():
+    with torch.enable_grad(), States(call.sources, call.watched | nature.changes).undisturbed():
         return profile(start, nature.sizes, call.device, room_bytes)
 
 
@@ -276,40 +281,63 @@ class _Discovery:
         self.states = States(call.sources)
 
     def nature(self) -> Nature:
-        call = self.call
-        with recomputing(), self.states.undisturbed(), call.surroundings.own_cast_cache():
-            with torch.no_grad():
-                carry = copied(detached(call.carry))
-                before = versions_of(carry)
-                plain, plain_outputs = self._step(carry)
-                copies = versions_of(carry) != before
-            needs = call.needs
+        """What the step does.
+
+        Raises:
+            StepError: it breaks the contract of `scan`.
+            MissedTensors: it uses tensors that the call does not know of.
+        """
+        with recomputing(), self.states.undisturbed():
+            carry = copied(detached(self.call.carry))
+            before = versions_of(carry)
+            plain = self._without_autograd(carry)
+            copies = versions_of(carry) != before
+            needs = self.call.needs
             while True:
                 after, outputs = self._record(needs)
                 wider = tuple(a or needs_gradient(b) for a, b in zip(needs, after, strict=True))
                 if wider == needs:
                     break
                 needs = wider
-        same = all(map(_same_bits, [*plain, *plain_outputs], [*after, *outputs]))
-        return Nature(needs, tuple(map(needs_gradient, outputs)), copies, not same, _sizes(needs, after, outputs))
+            changes = self._changes()
+        same = plain is not None and all(map(_same_bits, plain, [*after, *outputs]))
+        sizes = _sizes(needs, after, outputs)
+        return Nature(needs, tuple(map(needs_gradient, outputs)), copies, not same, changes, sizes)
 
-    def _step(self, carry: Leaves, *, recording: bool = False) -> tuple[Leaves, Leaves]:
-        self.states.restore(self.states.start)
-        return self.loop.run(0, carry, self.loop.inputs(0, recording=recording), first=True)
+    def _without_autograd(self, carry: Leaves) -> Leaves | None:
+        """What the step returns when autograd is off; None if it cannot do without, as when it takes gradients."""
+        try:
+            with torch.no_grad(), self.call.surroundings.own_cast_cache():
+                after, outputs = self.loop.run(0, carry, self.loop.inputs(0, recording=False), first=True)
+        except StepError:
+            raise
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            return None
+        return [*after, *outputs]
 
     def _record(self, needs: tuple[bool, ...]) -> tuple[Leaves, Leaves]:
         first_sequence = sequence_number()
-        with torch.enable_grad():
+        self.states.restart()
+        with torch.enable_grad(), self.call.surroundings.own_cast_cache():
             carry = _marked(copied(detached(self.call.carry)), needs)
-            inner = [leaf.view_as(leaf) if needs_gradient(leaf) else leaf for leaf in carry]  # may be changed in place
+            inner = [leaf.clone() if needs_gradient(leaf) else leaf for leaf in carry]  # may be changed in place
             inputs = self.loop.inputs(0, recording=True)
-            self.states.restore(self.states.start)
             after, outputs = self.loop.run(0, inner, inputs, first=True)
         known = [leaf for leaf in (*carry, *inputs) if needs_gradient(leaf)]
-        self.call.check_seen(
-            (leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf)), known, first_sequence
-        )
+        nodes = (leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf))
+        self.call.check_seen(nodes, known, first_sequence)
         return after, outputs
+
+    def _changes(self) -> frozenset[int]:
+        """What the step changed beside its results."""
+        self.states.take()
+        start, end = self.states.start, self.states.take()
+        changed = [n for n, source in enumerate(self.call.sources) if not source.same(start[n], end[n])]
+        for number in changed:
+            refuse_hidden_gradients(self.call.sources[number], start[number], end[number])
+        return frozenset(changed)
 
 
 def _firsts(leaves: Leaves) -> Leaves:
@@ -342,12 +370,6 @@ def _same_bits(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return True  # other values are compared by nobody: the step may make them anew each time
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def _buffer_source(buffer: torch.Tensor) -> Source:
-    # `.data` so that putting a value back is no change that autograd would complain about: it is the value that the
-    # recorded graph has seen.
-    return Source("a buffer", lambda: buffer.detach().clone(), lambda value: buffer.data.copy_(value), torch.equal)
 
 
 def _like(value: Any, *, steps: bool = False) -> Hashable:

@@ -7,8 +7,10 @@ misses is found in the recorded graph (`unseen_leaves`).
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
+import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,7 +22,8 @@ import torch
 from .ambient import is_random_source
 
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
-_LIBRARIES = frozenset({"torch", "numpy", "builtins", "functools", "typing", "collections", "math", "remat"})
+_LIBRARIES = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names}) - {"__main__", "__mp_main__"}
+_CHANGEABLE = (list, dict, set, deque, types.GeneratorType, torch.nn.Module)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
@@ -33,6 +36,8 @@ class Reached:
         generators: every generator of random numbers that is not a module's global one.
         modules: every `torch.nn.Module`.
         settings: small values beside them that may change what a step costs (flags, counts, names).
+        changeable: everything that a step could change: tensors without gradient, containers, objects, functions
+            with variables around them.
         codes: the code of functions, and the types of other objects: what the step does.
     """
 
@@ -40,6 +45,7 @@ class Reached:
     generators: list[object] = field(default_factory=list)
     modules: list[torch.nn.Module] = field(default_factory=list)
     settings: list[int | str] = field(default_factory=list)
+    changeable: list[Any] = field(default_factory=list)
     codes: list[types.CodeType | type] = field(default_factory=list)
 
     def differentiable(self) -> list[torch.Tensor]:
@@ -51,6 +57,7 @@ def reach(step: object) -> Reached:
     """Walk from `step` to everything that it can reach."""
     found = Reached()
     seen: set[int] = set()
+    buffers: set[int] = set()
     queue: list[Any] = [step]
     keep: list[Any] = []  # temporaries must outlive the walk, or their ids would be given out again
     while queue:
@@ -65,12 +72,19 @@ def reach(step: object) -> Reached:
         keep.append(value)
         if isinstance(value, torch.Tensor):
             found.tensors.append(value)
+            if not value.requires_grad and id(value) in buffers:
+                found.changeable.append(value)
         elif is_random_source(value):
             found.generators.append(value)
         else:
             if isinstance(value, torch.nn.Module):
                 found.modules.append(value)
+                buffers.update(id(buffer) for buffer in value._buffers.values())
             found.codes.append(value.__code__ if isinstance(value, types.FunctionType) else type(value))
+            if _can_change(value) and (
+                isinstance(value, _CHANGEABLE) or hasattr(value, "__next__") or not _is_library(_owner(value))
+            ):
+                found.changeable.append(value)
             queue.extend(reversed(list(_inside(value))))
     return found
 
@@ -117,7 +131,7 @@ def _inside_function(function: types.FunctionType) -> Iterator[Any]:
 
 def _named_globals(function: types.FunctionType) -> Iterator[Any]:
     """Globals that the code names, and tensors and modules that it names in user modules: `weights.W`."""
-    names = _names(function.__code__)
+    names = named_globals(function.__code__)
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
         if not isinstance(value, types.ModuleType):
@@ -128,10 +142,30 @@ def _named_globals(function: types.FunctionType) -> Iterator[Any]:
             yield from (p for p in parts if isinstance(p, torch.Tensor | torch.nn.Module | types.FunctionType))
 
 
+def _owner(value: Any) -> Any:
+    return value if isinstance(value, types.FunctionType) else type(value)
+
+
+def _can_change(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        return bool(value.__closure__) or bool(named_globals(value.__code__, assigned=True))
+    if isinstance(value, list | dict | set | deque | types.GeneratorType):
+        return True
+    if hasattr(value, "__next__"):
+        return hasattr(value, "__length_hint__")  # such as list_iterator
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(
+        value, types.ModuleType | type | functools.partial
+    )
+
+
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> frozenset[str]:
-    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
+def named_globals(code: types.CodeType, *, assigned: bool = False) -> frozenset[str]:
+    """The globals and attributes that code names, that of inner functions included; or the globals it assigns to."""
+    inner = (named_globals(const, assigned=assigned) for const in code.co_consts if isinstance(const, types.CodeType))
+    if not assigned:
+        return frozenset(code.co_names).union(*inner)
+    own = (step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL")
+    return frozenset(own).union(*inner)
 
 
 def _inside_module(module: torch.nn.Module) -> Iterator[Any]:

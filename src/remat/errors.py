@@ -68,6 +68,18 @@ class StepError(RematError, ValueError):
     """A step, or what was handed to it, breaks the contract of `remat.scan`."""
 
 
+class LateChange(RematError):
+    """A later step changed something that the first did not; never reaches the user.
+
+    Attributes:
+        numbers: what changed, by the number of its source.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = tuple(numbers)
+        super().__init__(f"sources {self.numbers} changed")
+
+
 class LateGradient(StepError):
     """Leaves of a carry came to need a gradient in a later step, after earlier ones had been run without.
 

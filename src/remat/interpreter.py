@@ -194,6 +194,8 @@ class Interpreter:
     def _advance(self, action: Advance) -> None:
         carry = self._take_live().leaves
         stages, last = self.stages, action.stop - 1
+        if self.grad_mode:
+            carry = self._as_recorded(carry)
         shared: tuple[tuple[int, int], ...] = ()
         with self._running(action.start, action.stop) as first, torch.set_grad_enabled(self.grad_mode):
             for index in range(action.start, action.stop):
@@ -201,13 +203,20 @@ class Interpreter:
                 if index == last:
                     shared = shared_leaves(outputs, carry)
                 if self.grad_mode:
-                    carry = detached(carry)
+                    carry = self._as_recorded(carry) if index < last else detached(carry)
                 if first:
                     stages.emit(index, outputs)
                 del outputs  # or it would live through the next stage
         if first and action.stop == self.length:
             self.final = carry
         self.live = Boundary(carry, (), shared)
+
+    def _as_recorded(self, carry: Leaves) -> Leaves:
+        """The carry without history, but needing gradients, for stages that ask for them."""
+        leaves = detached(carry)
+        for place in places_of(leaves):
+            leaves[place].requires_grad_(self.needs[place] and can_need(leaves[place]))
+        return leaves
 
     def _record(self, action: Record) -> None:
         boundary = self._take_live()
@@ -226,9 +235,9 @@ class Interpreter:
                 carry, outputs = stages.run(index, carry, inputs, first=first)
                 if first:
                     stages.emit(index, outputs)
-                for number, leaf in enumerate(outputs):
-                    if needs_gradient(leaf):
-                        recorded.outputs.append((number, index, root_of(leaf)))
+                for number in reversed(range(len(outputs))):  # the newest stack of the plain run adds first
+                    if needs_gradient(outputs[number]):
+                        recorded.outputs.append((number, index, root_of(outputs[number])))
                 if index < last:
                     del outputs  # or it would live through the next stage
             shared = shared_leaves(outputs, carry)

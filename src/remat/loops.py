@@ -28,6 +28,10 @@ class Inputs:
         """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
+    def at(self, index: int) -> Leaves:
+        """The leaves of x at a step."""
+        return [leaf[index] if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+
 
 def _length(structure: Structure, leaves: Leaves, length: int | None) -> int:
     lengths = {}

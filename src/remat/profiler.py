@@ -22,7 +22,7 @@ from .ambient import recomputing
 from .chains import Chain, Stage, Tape
 from .interpreter import Interpreter
 from .meter import Phase, metering
-from .recorded import hooks_set_aside
+from .recorded import bytes_of, hooks_set_aside
 from .schedules import Action, Advance, Backward, Load, Record
 
 STEPS: Final = 4
@@ -134,7 +134,8 @@ def _run(trial: Trial, actions: tuple[Action, ...], after: Callable[[], object] 
     """Carry the actions out; returns the bytes of the captured tensors' gradients."""
     interpreter = trial.interpreter
     backward = False
-    with hooks_set_aside(interpreter.captured), interpreter.states.undisturbed():
+    with hooks_set_aside(interpreter.captured):
+        interpreter.states.restore(interpreter.states.start)
         after()
         for action in actions:
             if isinstance(action, Backward) and not backward:
@@ -142,7 +143,7 @@ def _run(trial: Trial, actions: tuple[Action, ...], after: Callable[[], object] 
                 interpreter.start_backward(*trial.arriving())
             interpreter.do(action)
             after()
-    return sum(gradient.nbytes for gradient in interpreter.captured_gradients if gradient is not None)
+    return sum(bytes_of(gradient) for gradient in interpreter.captured_gradients if gradient is not None)
 
 
 def _metered(trial: Trial, actions: tuple[Action, ...], device: torch.device) -> tuple[list[Phase], int]:

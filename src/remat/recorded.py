@@ -186,6 +186,15 @@ def reached_tensors(nodes: Iterable[Any], captured: Sequence[torch.Tensor], limi
     return reached
 
 
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor, of one that is sparse those of its parts."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.element_size() * int(tensor.values().numel())  # compressed layouts: at least the values
+
+
 def node_of(root: Root) -> Any:
     """The autograd node behind a root; a leaf itself, if it is one."""
     if isinstance(root, GradientEdge):

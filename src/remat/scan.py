@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from .ambient import States, recomputing
+from .ambient import States, is_transformed, opaque, recomputing
 from .calls import Call, MissedTensors, Nature, plan_of
-from .errors import LateGradient
+from .errors import LateChange, LateGradient, StepError
 from .interpreter import Interpreter
 from .loops import Loop, Outputs, Step
 from .plans import Plan
@@ -22,6 +21,7 @@ from .recorded import needs_gradient, places_of
 from .trees import Leaves
 
 
+@opaque
 def scan(
     step: Step,
     carry: Any,
@@ -57,6 +57,8 @@ def scan(
         ValueError: the budget is not a size, or there is no such planner.
     """
     call = Call(step, carry, xs, length)
+    if is_transformed(call.tensors()):
+        return _transformed(call)
     if not torch.is_grad_enabled():
         return _plain(call)
     while True:
@@ -70,6 +72,8 @@ def scan(
             return packing.unpack(flat)
         except MissedTensors as missed:
             call.captured += missed.tensors
+        except LateChange as late:
+            call.watched.update(late.numbers)
         except LateGradient as late:
             call.needs = tuple(need or place in late.places for place, need in enumerate(call.needs))
 
@@ -114,6 +118,22 @@ def _plain(call: Call) -> tuple[Any, Any]:
     return packing.unpack(packing.pack(carry, outputs.buffers, loop))
 
 
+def _transformed(call: Call) -> tuple[Any, Any]:
+    """The loop as people write it, for transforms that want to see every operation."""
+    loop = call.loop(None, call.carry, call.inputs.leaves)
+    carry = list(call.carry)
+    steps: list[Leaves] = []
+    for index in range(call.length):
+        carry, results = loop.run(index, carry, call.inputs.at(index), first=True)
+        steps.append(results)
+    stacked = [
+        torch.stack(leaves) if isinstance(leaves[0], torch.Tensor) else None if leaves[0] is None else list(leaves)
+        for leaves in zip(*steps, strict=True)
+    ]
+    assert loop.output_structure is not None, "at least one step has run"
+    return loop.structure.build(carry), loop.output_structure.build(stacked)
+
+
 class _Packing:
     """Final carry and outputs as a flat tuple of tensors, which is all that an autograd node passes, and back."""
 
@@ -153,14 +173,14 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, nature: Nature, made: Plan, packing: _Packing, *tensors: torch.Tensor) -> Any:
-        states = States(call.sources)
+        states = States(call.sources, call.watched | nature.changes)
         outputs = Outputs(call.length)
         try:
             run, loop, carry = _forward(call, nature, made, states, outputs, tensors)
+            states.settle()
         except (MissedTensors, LateGradient):
-            states.restore(states.start)
+            states.restart()
             raise
-        states.settle()
         packed = packing.pack(carry, outputs.buffers, loop)
         needs = [needs_gradient(carry[place]) for place in packing.places]
         needs += [nature.output_needs[number] for number in packing.numbers]
@@ -172,8 +192,12 @@ class _Scan(torch.autograd.Function):
         return packed
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise StepError(
+                "gradients of remat.scan cannot be differentiated again (create_graph=True); run the plain loop where "
+                "second derivatives are needed"
+            )
         call, states = ctx.call, ctx.states
         tensors = ctx.saved_tensors  # raises if they were changed in place, or are gone with the graph
         run, loop, ctx.run, ctx.loop = ctx.run, ctx.loop, None, None

@@ -25,7 +25,6 @@ from .simulator import timeline
 _CALL_STEPS: Final = 2  # measured on LSTM and GRU of 64 to 512 units: 0 to 4
 _LONGEST: Final = 64  # longer chunks save less than 3 % of the time
 _PROBED: Final = 4  # costs are measured up to here, and at the length that is chosen
-_HALVINGS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +90,12 @@ class Work:
         return self.measured(sweep, size, self.limit - self.fixed[sweep])
 
     def _probe(self) -> int:
-        """Measure short chunks, each only if twice what the one before needs is allowed; returns the longest."""
+        """Measure short chunks, each only where twice the one before is sure to fit; returns the longest."""
         length = 1
         while length < _PROBED and 2 * length <= self.longest:
             count, size = self.pieces(length)
-            if 2 * self._least([self._costs(index, size) for index in range(len(self.fixed))], count) > self.limit:
+            doubled = [_extended(None, self._costs(index, size), 2) for index in range(len(self.fixed))]
+            if self._least(doubled, count) > self.limit:
                 break
             length *= 2
         return length
@@ -126,36 +126,40 @@ class Work:
         """Plans within the budget, each sweep with the same room beyond the least it needs; None if there are none."""
         chains = [_chain(cost, count) for cost in costs]
         least = [smallest(chain).peak_bytes for chain in chains]
-        if len(chains) == 1:
-            room = self.limit - self.fixed[0]
-            return (_planned(chains[0], room)[0],) if room >= least[0] else None
 
-        def at(room: int) -> tuple[Plan, ...] | None:
+        def at(room: int) -> list[tuple[Plan, int]] | None:
             made = [_planned(chain, need + room) for chain, need in zip(chains, least, strict=True)]
-            return tuple(p for p, _ in made) if self._peak(made) <= self.limit else None
+            return made if self._peak(made) <= self.limit else None
 
-        best = at(0)
-        if best is None:
-            return None
-        low, high = 0, self.limit
-        everything = at(high)
-        if everything is not None:
-            return everything
-        for _ in range(_HALVINGS):
-            middle = (low + high) // 2
-            found = at(middle)
-            if found is None:
-                high = middle
-            else:
-                best, low = found, middle
-        return best
+        if len(chains) == 1:
+            made = at(room) if (room := self.limit - self.fixed[0] - least[0]) >= 0 else None
+        else:
+            room = self._common_room(chains, least)
+            made = (at(room) if room > 0 else None) or at(0)
+            if made is not None and room > 0:  # more, as they keep less than they might
+                made = at(room + (self.limit - self._peak(made)) // len(chains)) or made
+        return tuple(each for each, _ in made) if made is not None else None
+
+    def _common_room(self, chains: Sequence[Chain], least: Sequence[int]) -> int:
+        """Room that every sweep can have at once.
+
+        When its first backward begins, a sweep holds what it keeps, gradients and workspace, all within its budget: so
+        it keeps no more than its budget without those.
+        """
+        kept, room = 0, self.limit
+        after = sum(map(_left_bytes, chains))
+        for index, (fixed, chain, need) in enumerate(zip(self.fixed, chains, least, strict=True)):
+            after -= _left_bytes(chain)
+            room = min(room, (self.limit - fixed - kept - need - after) // (index + 1))
+            kept += need - chain.parameter_gradient_bytes - chain.stage(0).menu[0].backward_workspace_bytes
+        return room
 
     def _peak(self, made: Sequence[tuple[Plan, int]]) -> int:
         """Most bytes at any time: what a sweep at work needs, those before it keep, and those after it left."""
         before, peak = 0, 0
-        after = sum(map(_left_bytes, made))
+        after = sum(_left_bytes(each.chain) for each, _ in made)
         for fixed, (current, kept) in zip(self.fixed, made, strict=True):
-            after -= _left_bytes((current, kept))
+            after -= _left_bytes(current.chain)
             peak = max(peak, fixed + before + current.peak_bytes + after)
             before += kept
         return peak
@@ -207,9 +211,8 @@ def _planned(chain: Chain, budget_bytes: int) -> tuple[Plan, int]:
     return made, kept
 
 
-def _left_bytes(made: tuple[Plan, int]) -> int:
+def _left_bytes(chain: Chain) -> int:
     """What a sweep leaves after its backward: gradients, and its final states, which the caller has."""
-    chain = made[0].chain
     return chain.parameter_gradient_bytes + chain.final_carry_bytes + chain.carry_bytes(0)
 
 

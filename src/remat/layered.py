@@ -188,7 +188,9 @@ class Call:
 
         def measured(index: int, size: int, room: int) -> Costs:
             part = parts[index]
-            shape = (key, part.level > 0, part.reverse, self.needs[part.level], part.layers, size)
+            if self._directions == 2:
+                part = part._replace(reverse=True)  # costs a little more than forward; one measurement for both
+            shape = (key, part.level > 0, self.needs[part.level], size)
             return _costs.recall(shape, lambda: self._measure(part, size, room))
 
         return Work(limit, tuple(fixed), 4 * self.levels * wide, steps, self._pieces, measured)

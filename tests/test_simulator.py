@@ -100,7 +100,7 @@ def test_by_hand() -> None:
     assert forward_runs_per_stage(chain, Schedule(3, "by hand", actions)).tolist() == [2, 1, 1]
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(chain=chains(most_runs=4, most_stages=4), data=st.data())
 def test_bytes_are_those_of_the_rules_written_down_again(chain: Chain, data: st.DataObject) -> None:
     """Runs are handled as a whole by the simulator, and stage by stage by the oracle."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from remat.chains import Chain
@@ -66,6 +66,7 @@ def test_legal_and_inside_the_budget_or_a_budget_that_works(name: str, data: st.
 
 
 @pytest.mark.parametrize("name", KEEP_WHAT_FITS)
+@settings(max_examples=40)
 @given(chain=chains(most_entries=1))
 def test_keeps_all_as_soon_as_all_fits(name: str, chain: Chain) -> None:
     budget = keep_all.peak_bytes(chain, 0)
@@ -74,6 +75,7 @@ def test_keeps_all_as_soon_as_all_fits(name: str, chain: Chain) -> None:
 
 
 @pytest.mark.parametrize("name", REPEATED)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_more_memory_never_takes_longer(name: str, data: st.DataObject) -> None:
     chain = data.draw(chains())
@@ -82,6 +84,7 @@ def test_more_memory_never_takes_longer(name: str, data: st.DataObject) -> None:
     assert judged(name, chain, high).seconds <= judged(name, chain, low).seconds + 1e-9
 
 
+@settings(max_examples=50)
 @given(chain=chains(), data=st.data())
 def test_tight_is_never_slower_than_the_papers(chain: Chain, data: st.DataObject) -> None:
     budget = data.draw(budgets(chain))
@@ -92,6 +95,7 @@ def test_tight_is_never_slower_than_the_papers(chain: Chain, data: st.DataObject
 
 
 @pytest.mark.parametrize("name", ANY_CHAIN + REPEATED)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_schedules_can_be_saved_printed_and_run_again(name: str, data: st.DataObject) -> None:
     chain = data.draw(chains_for(name))

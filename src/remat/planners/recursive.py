@@ -42,11 +42,10 @@ def _useful_cuts(length: int) -> list[int]:
     return sorted(k for k in cuts if k < length or k == 1)
 
 
-def _cuts(start: int, stop: int, k: int) -> list[int]:
-    """Starts of the parts of a range, the larger parts first, and its end."""
+def _parts_of(start: int, stop: int, k: int) -> tuple[int, int, int]:
+    """(how many parts a range is cut into, stages in each, how many at its beginning have one more)."""
     parts = min(k + 1, stop - start)
-    size, larger = divmod(stop - start, parts)
-    return [start + q * size + min(q, larger) for q in range(parts + 1)]
+    return parts, *divmod(stop - start, parts)
 
 
 def _cost(chain: Chain, k: int, entry: int) -> tuple[int, float]:
@@ -65,12 +64,12 @@ def _cost(chain: Chain, k: int, entry: int) -> tuple[int, float]:
         return known[key]
 
     def inner(start: int, stop: int) -> tuple[int, float]:
-        cuts = _cuts(start, stop, k)
+        parts, size, larger = _parts_of(start, stop, k)
         fixed = _fixed(chain, stop)
-        peak, seconds = 0, 0.0
-        for q, repeat in _groups(len(cuts) - 1, (stop - start) % (len(cuts) - 1), alike):
-            a, b = cuts[q], cuts[q + 1]
-            slots = sum(map(chain.carry_bytes, cuts[1 : q + 1])) if not alike else q * chain.carry_bytes(0)
+        peak, seconds, slots = 0, 0.0, 0
+        for q, repeat in _groups(parts, larger, alike):
+            a, b = (start + part * size + min(part, larger) for part in (q, q + 1))
+            slots = q * chain.carry_bytes(0) if alike else slots + (chain.carry_bytes(a) if q else 0)
             part_peak, part_seconds = solve(a, b)
             peak, seconds = max(peak, slots + part_peak), seconds + repeat * part_seconds
             if b < stop:
@@ -119,15 +118,17 @@ def _actions(chain: Chain, k: int, entry: int) -> Iterator[Action]:
             yield Backward(start, stop)
             live = -1
             continue
-        cuts = _cuts(start, stop, k)
-        for a, b in pairwise(cuts):
+        parts, size, larger = _parts_of(start, stop, k)
+        b = start
+        for part in range(parts):
+            a, b = b, b + size + (part < larger)
             stack.append((a, b))
             if b < stop:
                 if a not in stored:
                     stored.add(a)
                     yield Store(a)
                 yield Advance(a, b)
-        live = cuts[-2]
+        live = a
 
 
 def _parts(chain: Chain, peak: int) -> dict[str, int]:

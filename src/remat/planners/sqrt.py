@@ -56,7 +56,7 @@ def _seconds(chain: Chain, length: int, entry: int) -> float:
 def _peak_bytes(chain: Chain, length: int, entry: int) -> int:
     count = _segments(chain, length)
     # In one run all inner segments are alike but for what grows evenly, slots one way and gradients the other.
-    looked_at = {0, 1, count - 2, count - 1} & set(range(count)) if len(chain.runs) == 1 else range(count)
+    looked_at = {0, min(1, count - 1), max(0, count - 2), count - 1} if len(chain.runs) == 1 else range(count)
     return max(_segment_peak(chain, length, entry, q) for q in looked_at)
 
 

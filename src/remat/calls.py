@@ -74,6 +74,7 @@ class Call:
         captured: tensors that the step can reach and that need a gradient.
         needs: leaves of a carry that are known to need a gradient.
         sources: streams, buffers, lists, ... whose state belongs to a carry.
+        streams: the random streams among them, by number.
         watched: those that a first pass watches, by number.
     """
 
@@ -100,7 +101,8 @@ class Call:
         self.surroundings = Surroundings({device.type for device in devices})
         streams = random_sources(devices, reached.generators)
         self.sources = (*streams, *mutable_sources(reached))
-        self.watched = set(range(len(streams)))
+        self.streams = frozenset(range(len(streams)))
+        self.watched = set(self.streams)
         self._buffers = [value for value in reached.changeable if isinstance(value, torch.Tensor)]
         self._code = (*reached.codes, *reached.settings)
 
@@ -335,7 +337,7 @@ class _Discovery:
         self.states.take()
         start, end = self.states.start, self.states.take()
         changed = [n for n, source in enumerate(self.call.sources) if not source.same(start[n], end[n])]
-        for number in changed:
+        for number in set(changed) - self.call.streams:
             refuse_hidden_gradients(self.call.sources[number], start[number], end[number])
         return frozenset(changed)
 

@@ -101,7 +101,7 @@ class Interpreter:
         self.copies, self.grad_mode = copies, grad_mode
         self.caller = Boundary(detached(carry), states.start)
         self._caller_needs = [needs_gradient(leaf) for leaf in carry]
-        self.live: Boundary | None = self.caller
+        self.live: Boundary | None = self._unshared(self.caller)
         self.slots: dict[int, Boundary] = {}
         self.ranges: dict[int, RecordedRange] = {}  # by the carry at their end
         self.frontier = 0  # stages from here on have not run yet
@@ -154,6 +154,10 @@ class Interpreter:
         assert boundary is not None, "the simulator refuses schedules that run from no carry"
         return boundary
 
+    def _unshared(self, kept: Boundary) -> Boundary:
+        """What stages may run on from: the carry itself, or a copy where they would change it."""
+        return Boundary(copied(kept.leaves), kept.states, kept.shared) if self.copies else kept
+
     def _store(self, action: Store) -> None:
         live = self.live
         assert live is not None
@@ -172,7 +176,7 @@ class Interpreter:
                 "return new tensors from the step, or change a clone of the carry"
             )
         self.states.restore(kept.states)
-        self.live = Boundary(copied(kept.leaves), kept.states, kept.shared) if self.copies else kept
+        self.live = self._unshared(kept)
 
     def _drop(self, action: Drop) -> None:
         del self.slots[action.at]
@@ -249,7 +253,8 @@ class Interpreter:
             self.final = carry
         self._leave(recorded, carry, shared)
         self.ranges[action.stop] = recorded
-        self.live = recorded.end
+        assert recorded.end is not None
+        self.live = self._unshared(recorded.end)
 
     def _enter(self, action: Record, boundary: Boundary) -> tuple[RecordedRange, Leaves, list[torch.Tensor]]:
         """A new graph: its carry, and the aliases that `Resume` hands gradients of outputs to (rule 3)."""

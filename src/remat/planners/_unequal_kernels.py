@@ -191,8 +191,13 @@ def _copy(
     offset, pool = tables.offset[flavour, twin, its_column], tables.pool
     tables.low[flavour, s, column], tables.high[flavour, s, column] = low, high
     tables.offset[flavour, s, column] = offset
-    for room in range(rooms):
-        now[row + room] = NEVER if room < low else pool[offset + min(room, high) - low]
+    for room in range(low):
+        now[row + room] = NEVER
+    if low < rooms:
+        for i in range(high + 1 - low):
+            now[row + low + i] = pool[offset + i]
+        for room in range(high + 1, rooms):
+            now[row + room] = pool[offset + high - low]
 
 
 @_compiled
@@ -314,10 +319,32 @@ def least_rooms(p: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             for flavour in range(2):
                 if flavour == COUNTED and not p.stages[IS_SITE, s]:
                     continue
+                if s >= t - p.stages[TWIN_REACH, t]:
+                    _copy_least(p, room, ticks, option, flavour, s, t)
+                    continue
                 room[flavour, s, end] = np.iinfo(np.int64).max
                 _least_recording(p, room, ticks, option, flavour, s, t)
                 _least_splitting(p, room, ticks, option, flavour, s, t)
     return room, option
+
+
+@_compiled
+def _copy_least(
+    p: Problem,
+    room: NDArray[np.int64],
+    ticks: NDArray[np.int64],
+    option: NDArray[np.int64],
+    flavour: int,
+    s: int,
+    t: int,
+) -> None:
+    """As for an equal segment met before; options are ways and stages of this one."""
+    shift = p.stages[TWIN_SHIFT, t]
+    twin, end, its_end = s - shift, p.stages[COLUMN, t], p.stages[COLUMN, t - shift]
+    found = option[flavour, twin, its_end]
+    room[flavour, s, end], ticks[flavour, s, end] = room[flavour, twin, its_end], ticks[flavour, twin, its_end]
+    way = found + p.stages[FIRST, s] - p.stages[FIRST, twin]
+    option[flavour, s, end] = found - shift if found < 0 else way
 
 
 @_compiled

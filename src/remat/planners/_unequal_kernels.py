@@ -35,7 +35,7 @@ def _compiled(function: Function) -> Function:
 
 
 # Rows of `Problem.stages`, one column for every carry, and of `Problem.ways`; most are fields of `Costs`.
-CARRY, BASE, FORWARD, FASTEST, GRADIENTS, FIRST, IS_SITE, NEXT_SITE, COLUMN, TWIN_SHIFT, TWIN_REACH = range(11)
+CARRY, BASE, FORWARD, FASTEST, GRADIENTS, FIRST, IS_SITE, NEXT_SITE, COLUMN, TWIN_SHIFT, TWIN_REACH, WIDEST = range(12)
 STOP, SECONDS, KEEP, ENTERING, NEED_FORWARD, NEED_BACKWARD = range(6)
 
 
@@ -186,11 +186,13 @@ def _keep(tables: Tables, now: Ticks, row: int, rooms: int, flavour: int, s: int
 def _copy(
     tables: Tables, now: Ticks, row: int, rooms: int, flavour: int, s: int, column: int, twin: int, its_column: int
 ) -> None:
-    """The row of a segment that equals one met before, which starts at `twin`."""
+    """The row of a segment that equals one met before, which starts at `twin`; where `row` < 0 not into `now`."""
     low, high = tables.low[flavour, twin, its_column], tables.high[flavour, twin, its_column]
     offset, pool = tables.offset[flavour, twin, its_column], tables.pool
     tables.low[flavour, s, column], tables.high[flavour, s, column] = low, high
     tables.offset[flavour, s, column] = offset
+    if row < 0:
+        return
     for room in range(low):
         now[row + room] = NEVER
     if low < rooms:
@@ -249,6 +251,9 @@ def _solve(
             continue
         row = (flavour * (length + 1) + s) * rooms
         if equal:
+            # A free start is looked up by what is recorded up to it, from some stage that has no twin.
+            if flavour == FREE and s > t - p.stages[TWIN_REACH, t] + p.stages[WIDEST, t]:
+                row = -1
             _copy(tables, now, row, rooms, flavour, s, column, s - shift, p.stages[COLUMN, t - shift])
             continue
         for room in range(rooms):

@@ -78,11 +78,11 @@ class Solved:
 
     def choose(self, flavour: int, s: int, t: int, room_bytes: int, hope_bytes: int = 0) -> int:
         """The option to take: way c, or −k for storing carry k. The room must be at least the smallest."""
-        from ._unequal_kernels import NEVER, choose
+        from ._unequal_kernels import COLUMN, NEVER, choose
 
         least, option_in_least = self._least
         ticks, option = choose(self.problem, self.tables, least, flavour, s, t, room_bytes, self.unit_bytes, hope_bytes)
-        return int(option) if ticks < NEVER else int(option_in_least[flavour, s, self.problem.stages[-3, t]])
+        return int(option) if ticks < NEVER else int(option_in_least[flavour, s, self.problem.stages[COLUMN, t]])
 
 
 def solve(costs: Costs, room_bytes: int, units: int, *, down: bool = False) -> Solved:
@@ -114,13 +114,15 @@ def _problem(costs: Costs, tick_s: float, is_site: NDArray[np.bool_]) -> Problem
 
     everywhere = np.arange(costs.length + 1)
     ends = np.append(np.flatnonzero(is_site[1:]) + 1, costs.length)
-    stages = np.empty((11, costs.length + 1), dtype=np.int64)
+    stages = np.empty((12, costs.length + 1), dtype=np.int64)
     stages[kernels.CARRY], stages[kernels.BASE], stages[kernels.GRADIENTS] = costs.carry, costs.base, costs.gradients
     stages[kernels.FORWARD], stages[kernels.FASTEST] = _ticks(costs.forward, tick_s), _ticks(costs.fastest, tick_s)
     stages[kernels.FIRST], stages[kernels.IS_SITE] = costs.first, is_site
     stages[kernels.NEXT_SITE] = np.searchsorted(ends, everywhere, side="right")
     stages[kernels.COLUMN] = np.searchsorted(ends, everywhere, side="left")
     stages[kernels.TWIN_SHIFT], stages[kernels.TWIN_REACH] = _twins(costs, is_site)
+    starts = np.repeat(everywhere[:-1], np.diff(costs.first))
+    stages[kernels.WIDEST] = (costs.stop - starts).max()
     ways = np.empty((6, len(costs.stop)), dtype=np.int64)
     ways[kernels.STOP], ways[kernels.SECONDS] = costs.stop, _ticks(costs.seconds, tick_s)
     ways[kernels.KEEP], ways[kernels.ENTERING] = costs.keep, costs.entering

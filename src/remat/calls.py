@@ -7,14 +7,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+import msgspec
 import torch
 
 from .ambient import States, Surroundings, random_sources, recomputing
 from .budgets import budget_bytes
 from .captures import reach, unseen_leaves
 from .errors import StepError
+from .inputs import Inputs, emptied, input_kind, is_sliced, with_tensor
 from .interpreter import Interpreter
-from .loops import Inputs, Loop, Outputs, Step
+from .loops import Loop, Outputs, Step
 from .mutable import mutable_sources, refuse_hidden_gradients
 from .planners.room import smallest
 from .plans import Plan, plan
@@ -78,11 +80,11 @@ class Call:
         watched: those that a first pass watches, by number.
     """
 
-    def __init__(self, step: Step, carry: Any, xs: Any, length: int | None) -> None:
-        self.step = step
+    def __init__(self, step: Step, carry: Any, inputs: Inputs, *, check: bool = False) -> None:
+        self.step, self.check = step, check
         self.structure = Structure(carry)
         self.carry = self.structure.flatten(carry)
-        self.inputs = Inputs(xs, length)
+        self.inputs = inputs
         self.length = self.inputs.length
         reached = reach(step)
         self.carry_places = places_of(self.carry)
@@ -91,7 +93,6 @@ class Call:
             for place, leaf in enumerate(self.carry)
             if isinstance(leaf, torch.Tensor)
         }
-        self._input_tensors = [isinstance(leaf, torch.Tensor) for leaf in self.inputs.leaves]
         self.input_needs = [leaf.requires_grad for leaf in self.inputs.tensors()]
         self.captured = reached.differentiable()
         self.needs = tuple(map(needs_gradient, self.carry))
@@ -104,6 +105,7 @@ class Call:
         self.streams = frozenset(range(len(streams)))
         self.watched = set(self.streams)
         self._buffers = [value for value in reached.changeable if isinstance(value, torch.Tensor)]
+        self._fingerprints: list[Any] | None = [None] * self.length if check else None
         self._code = (*reached.codes, *reached.settings)
 
     def _carry_tensors(self) -> list[torch.Tensor]:
@@ -121,19 +123,18 @@ class Call:
             of_place[self._first_place[place]] if place in self._first_place else leaf
             for place, leaf in enumerate(self.carry)
         ]
-        return carry, [
-            next(stream) if is_tensor else leaf
-            for leaf, is_tensor in zip(self.inputs.leaves, self._input_tensors, strict=True)
-        ]
+        return carry, [with_tensor(leaf, next(stream)) if is_sliced(leaf) else leaf for leaf in self.inputs.leaves]
 
     def release(self) -> None:
         """Let go of the tensors that autograd has in its keeping now."""
         self.carry = [None if place in self._first_place else leaf for place, leaf in enumerate(self.carry)]
-        self.inputs.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.inputs.leaves]
+        self.inputs.leaves = [emptied(leaf) for leaf in self.inputs.leaves]
 
     def loop(self, outputs: Outputs | None, carry: Leaves, inputs: Leaves) -> Loop:
         """The stages, over the leaves of carry and inputs."""
-        return Loop(self.step, self.structure, carry, self.inputs.structure, inputs, self.length, outputs)
+        return Loop(
+            self.step, self.structure, carry, self.inputs.structure, inputs, self.length, outputs, self._fingerprints
+        )
 
     def interpreter(
         self, loop: Loop, nature: Nature, actions: Iterator[Action], carry: Leaves, states: States, length: int
@@ -190,7 +191,8 @@ class Call:
             self.structure,
             *map(_like, self.carry),
             self.inputs.structure,
-            *(_like(leaf, steps=True) for leaf in self.inputs.leaves),
+            *map(input_kind, self.inputs.leaves),
+            self.check,
             *map(_like, self.captured),
             *map(_like, self._buffers),
             self.needs,
@@ -246,7 +248,11 @@ def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature,
     gradients = sum(leaf.nbytes for leaf in call.inputs.tensors() if leaf.requires_grad)
     costs = _costs.recall(key, lambda: _measure(call, nature, limit, gradients))
     chain = costs.chain(call.length, gradients)
-    return nature, _plans.recall((key, call.length, gradients, limit, planner), lambda: plan(chain, limit, planner))
+    if call.inputs.owned_bytes:
+        chain = msgspec.structs.replace(chain, output_bytes=chain.output_bytes + call.inputs.owned_bytes)
+    return nature, _plans.recall(
+        (key, call.length, gradients, call.inputs.owned_bytes, limit, planner), lambda: plan(chain, limit, planner)
+    )
 
 
 def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) -> Costs:
@@ -374,10 +380,9 @@ def _same_bits(a: Any, b: Any) -> bool:
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _like(value: Any, *, steps: bool = False) -> Hashable:
-    """What of a leaf decides about costs; of values over time the shape of one step."""
+def _like(value: Any) -> Hashable:
+    """What of a leaf decides about costs."""
     if isinstance(value, torch.Tensor):
-        shape = value.shape[1:] if steps else value.shape
-        return shape, value.dtype, value.device, value.requires_grad, type(value)
+        return value.shape, value.dtype, value.device, value.requires_grad, type(value)
     kind: type = type(value)
     return value if isinstance(value, int | str | None) else kind

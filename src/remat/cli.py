@@ -274,7 +274,8 @@ def _show(made: Plan, units: Units) -> None:
         for k, line in enumerate(wrap(sentence, 66)):
             console.print(Text.assemble((("" if k else subject).ljust(14), "bold"), line))
     print()
-    print(text_picture(made.chain, made.schedule, made.simulation, made.budget_bytes, units.size))
+    label = units.size if units is BYTES else "{:.6g}".format
+    print(text_picture(made.chain, made.schedule, made.simulation, made.budget_bytes, label))
 
 
 # ---- remat demo

@@ -12,6 +12,7 @@ from .ambient import States, Surroundings
 from .budgets import budget_bytes
 from .chunking import Choice, Work
 from .interpreter import Interpreter
+from .planners.room import smallest
 from .profiler import STEPS, Costs, Sizes, Trial, profile
 from .recorded import needs_gradient
 from .schedules import Action
@@ -47,7 +48,7 @@ class Call:
     """
 
     def __init__(self, name: str, args: tuple[Any, ...]) -> None:
-        packed = not isinstance(args[2], list | tuple)
+        packed = isinstance(args[3], list | tuple)  # batch sizes come second, so weights fourth
         x, self.batch_sizes, states, weights, self._bias, self._layers, dropout, self._train, bidirectional = (
             args[:9] if packed else (args[0], None, *args[1:8])
         )
@@ -215,7 +216,12 @@ class Call:
             return [torch.zeros_like(leaf) for leaf in carry], [Pieces(out[..., self.column(part)], cut.pieces)]
 
         with torch.enable_grad():
-            return profile(start, Sizes(0, 0, 0), x.device, lambda costs: room - 4 * costs.stage.menu[0].tape_bytes)
+            return profile(start, Sizes(0, 0, 0), x.device, lambda costs: room - _most_bytes(costs), rounds=0)
+
+
+def _most_bytes(costs: Costs) -> int:
+    """Enough for one chunk at work."""
+    return smallest(costs.chain(2, 0)).peak_bytes
 
 
 class _Memory(OrderedDict[Hashable, Any]):

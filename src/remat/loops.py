@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
 from .errors import StepError
-from .recorded import needs_gradient
+from .inputs import Column
 from .trees import Leaves, Mismatch, Structure
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 _TINY: Final = 16  # bytes
-_TOGETHER: Final = 32  # steps whose tiny outputs are stacked, or whose inputs are sliced, at once
-
-
-class Inputs:
-    """Inputs over time: tensors with a leading dimension for time; other leaves are the same in every step."""
-
-    def __init__(self, xs: Any, length: int | None) -> None:
-        self.structure = Structure(xs)
-        self.leaves = self.structure.flatten(xs)
-        self.length = _length(self.structure, self.leaves, length)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the leaves."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-
-    def at(self, index: int) -> Leaves:
-        """The leaves of x at a step."""
-        return [leaf[index] if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-
-
-def _length(structure: Structure, leaves: Leaves, length: int | None) -> int:
-    lengths = {}
-    for path, leaf in zip(structure.paths(), leaves, strict=True):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.dim() == 0:
-                raise StepError(f"xs{path} has no dimension for time; give it one, or let the step close over it")
-            lengths[f"xs{path}"] = leaf.shape[0]
-    if length is not None:
-        if not isinstance(length, int) or isinstance(length, bool):
-            raise StepError(f"length must be a number of steps, not {length!r}")
-        lengths["length="] = length
-    if not lengths:
-        raise StepError("xs holds no tensor, so the number of steps is unknown; give xs or length=")
-    if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{name} {count}" for name, count in lengths.items())
-        raise StepError(f"inputs differ in their number of steps: {found}; the first dimension of each is time")
-    count = next(iter(lengths.values()))
-    if count < 1:
-        raise StepError(f"there are {count} steps to run; a loop needs at least one")
-    return count
+_TOGETHER: Final = 32  # steps whose tiny outputs are stacked at once
 
 
 class Outputs:
@@ -106,9 +68,10 @@ class Loop:
         structure: of the carry.
         carry: leaves of the initial carry, which say what must not change.
         input_structure: of x.
-        inputs: leaves of xs.
+        inputs: columns over time.
         length: how many steps the inputs hold.
         outputs: where first runs leave their outputs.
+        fingerprints: what each step returned in its first run, for replays to be compared with; None: no comparison.
     """
 
     def __init__(
@@ -120,6 +83,7 @@ class Loop:
         inputs: Leaves,
         length: int,
         outputs: Outputs | None,
+        fingerprints: list[Any] | None = None,
     ) -> None:
         self.step, self.structure, self.length = step, structure, length
         self.outputs = outputs
@@ -127,35 +91,16 @@ class Loop:
         self._kinds = [_kind(leaf) for leaf in carry]
         self._output_kinds: list[Any] = []
         self._input_structure = input_structure
-        self._needs = [needs_gradient(leaf) for leaf in inputs]
-        self._inputs = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs]
-        self._any_needs = any(self._needs)
-        self._first = -1
-        self._slices: list[tuple[Any, bool]] = []  # a block of x: views by step, or a value that is no tensor
-        self.input_gradients: list[torch.Tensor | None] = [None] * sum(self._needs)
+        self._fingerprints = fingerprints
+        self._columns = [Column(leaf) for leaf in inputs]
+        self._wanted = [column for column in self._columns if column.needs]
 
     # ---- what the interpreter asks for
 
     def inputs(self, index: int, *, recording: bool) -> Leaves:
         """The leaves of x at a step; when recording, those that need a gradient are fresh leaves."""
         index %= self.length  # profiling may ask for more steps than there are
-        first = index - index % _TOGETHER
-        if first != self._first:
-            self._first, self._slices = first, [self._sliced(leaf, first) for leaf in self._inputs]
-        index -= first
-        if not recording or not self._any_needs:
-            return [leaf[index] if is_tensor else leaf for leaf, is_tensor in self._slices]
-        leaves = [leaf[index].detach() if is_tensor else leaf for leaf, is_tensor in self._slices]
-        for leaf, need in zip(leaves, self._needs, strict=True):
-            if need:
-                leaf.requires_grad_()
-        return leaves
-
-    @staticmethod
-    def _sliced(leaf: Any, first: int) -> tuple[Any, bool]:
-        if isinstance(leaf, torch.Tensor):
-            return leaf[first : first + _TOGETHER].unbind(), True
-        return leaf, False
+        return [column.at(index, differentiable=recording) for column in self._columns]
 
     def run(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:
         """One step, its results taken apart and, the first time, checked."""
@@ -178,6 +123,8 @@ class Loop:
         if first:
             self._check(index, "a carry", self.structure, self._kinds, leaves)
             self._check(index, "outputs", self.output_structure, self._output_kinds, outputs)
+        if self._fingerprints is not None:
+            self._compare(index, leaves, outputs, first=first)
         return leaves, outputs
 
     def emit(self, index: int, outputs: Leaves) -> None:
@@ -186,16 +133,33 @@ class Loop:
             self.outputs.emit(index % self.outputs.length, outputs)
 
     def take_input_gradients(self, index: int, gradients: list[torch.Tensor | None]) -> None:
-        """Stack the gradients of x."""
-        wanted = [leaf for leaf, need in zip(self._inputs, self._needs, strict=True) if need]
-        for place, (leaf, gradient) in enumerate(zip(wanted, gradients, strict=True)):
-            if gradient is not None:
-                buffer = self.input_gradients[place]
-                if buffer is None:
-                    buffer = self.input_gradients[place] = torch.zeros_like(leaf)
-                buffer[index % self.length].copy_(gradient)
+        """Keep the gradients of x."""
+        for column, gradient in zip(self._wanted, gradients, strict=True):
+            column.take(index % self.length, gradient)
+
+    def input_gradients(self) -> list[torch.Tensor | None]:
+        """The gradients of the columns that need one."""
+        return [column.gradient for column in self._wanted]
 
     # ---- checks
+
+    def _compare(self, index: int, carry: Leaves, outputs: Leaves, *, first: bool) -> None:
+        assert self._fingerprints is not None
+        assert self.output_structure is not None
+        found = [*map(_fingerprint, carry), *map(_fingerprint, outputs)]
+        wanted = self._fingerprints[index % self.length]
+        if first or wanted is None:
+            self._fingerprints[index % self.length] = found
+            return
+        names = [f"carry{path}" for path in self.structure.paths()] + [
+            f"y{path}" for path in self.output_structure.paths()
+        ]
+        for name, then, now in zip(names, wanted, found, strict=True):
+            if then != now:
+                raise StepError(
+                    f"a replay of step {index} gives another {name} than its first run; the step is not deterministic: "
+                    "it reads something that has changed meanwhile, or uses a kernel that is not deterministic"
+                )
 
     @staticmethod
     def _check(index: int, what: str, structure: Structure, kinds: Sequence[Any], leaves: Leaves) -> None:
@@ -206,6 +170,14 @@ class Loop:
                     f"{_described(_kind(leaf))} instead of {_described(kind)}; shapes, dtypes and devices must stay "
                     "as they are from step to step"
                 )
+
+
+def _fingerprint(leaf: Any) -> bytes | None:
+    """A digest of a tensor's bits."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    flat = leaf.detach().cpu().contiguous().reshape(-1)
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
 
 
 def _kind(leaf: Any) -> Any:

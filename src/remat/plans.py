@@ -19,6 +19,7 @@ from .sizes import format_bytes, parse_bytes
 
 # Cheapest answer first: what keeps everything recomputes nothing, so if it fits there is nothing better.
 _AUTO: Final = ("keep-all", "tight", "unequal")
+_PAPERS: Final = ("hsm", "ism", "msm", "tight")  # these count in the paper's units as the paper does
 _SHOWN: Final = 8  # so many stored carries or recorded ranges are listed one by one
 
 
@@ -153,11 +154,16 @@ def problem_in_slots(planner: str, steps: int, slots: int, alpha: int = 2) -> tu
     def count(size: int) -> int:
         return max(1, slots - (budget_bytes - size) // unit)
 
+    def peak(made: Plan) -> int:
+        if made.planner in _PAPERS:
+            return _peak_slots(made.schedule, None if made.planner == "ism" else alpha)
+        return count(made.peak_bytes)  # others do not tell the stage being worked on from those that are kept
+
     units = Units(
         "slots",
         size="{} × hidden".format,
         count=count,
-        peak=lambda made: _peak_slots(made.schedule, None if planner == "ism" else alpha),
+        peak=peak,
         text=lambda number: _many(number, "slot"),
         time="{:.10g} × forward".format,
     )
@@ -218,7 +224,7 @@ def _memory_facts(of: Plan, units: Units) -> tuple[tuple[str, str], ...]:
     position = of.simulation.peak_position
     moment = next(islice(of.schedule, position, None), None)
     length = of.chain.length
-    all_kept = Schedule(length, "keep-all", (Record(0, length), Backward(0, length)))
+    all_kept = Schedule(length, of.planner, (Record(0, length), Backward(0, length)))
     everything = Plan(of.chain, of.budget_bytes, all_kept, simulate(of.chain, all_kept))
     peak = units.peak(of)
     budget = units.count(of.budget_bytes)

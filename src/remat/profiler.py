@@ -108,7 +108,12 @@ class Sizes:
 
 
 def profile(
-    start: Callable[[], Trial], sizes: Sizes, device: torch.device, room_bytes: Callable[[Costs], int]
+    start: Callable[[], Trial],
+    sizes: Sizes,
+    device: torch.device,
+    room_bytes: Callable[[Costs], int],
+    *,
+    rounds: int = _ROUNDS,
 ) -> Costs:
     """Measure one step.
 
@@ -117,6 +122,7 @@ def profile(
         sizes: what is known of the step's results.
         device: whose memory counts.
         room_bytes: how many bytes a first estimate leaves beyond the smallest budget; pairs run only where they fit.
+        rounds: how often seconds are taken; with 0 they are those that a `Tape` has by default.
     """
     with recomputing(), _no_collections():
         _run(start(), _SINGLY)  # what kernels and the step make once is made now
@@ -126,7 +132,9 @@ def profile(
         pairs: list[Phase] | None = None
         if room_bytes(costs) >= tape.tape_bytes + costs.stage.carry_bytes:
             pairs, _ = _metered(start(), _IN_PAIRS, device)
-        timed = [_timed(start(), _IN_PAIRS if pairs else _SINGLY, device) for _ in range(_ROUNDS)]
+        timed = [_timed(start(), _IN_PAIRS if pairs else _SINGLY, device) for _ in range(rounds)]
+    if not timed:
+        return _costs(_tape(singly, pairs), singly, sizes, parameters)
     return _costs(_with_seconds(_tape(singly, pairs), timed), singly, sizes, parameters, _seconds(timed, Advance))
 
 

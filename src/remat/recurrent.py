@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from .ambient import recomputing
 from .chunking import Choice
+from .errors import StepError
 from .interpreter import Interpreter
 from .layered import Call, Part
 from .recorded import needs_gradient
@@ -165,8 +165,12 @@ class _Recurrent(torch.autograd.Function):
         return (out, *map(_joined, zip(*finals, strict=True)))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, arriving: torch.Tensor | None, *arriving_states: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise StepError(
+                "gradients of a layer from remat.recurrent cannot be differentiated again (create_graph=True); call "
+                "the plain layer where second derivatives are needed"
+            )
         call, runs, ctx.runs = ctx.call, ctx.runs, None
         tensors, between = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         x, states, weights = call.split(tensors)

@@ -85,7 +85,8 @@ class _Highs:
         if first == last:
             self.bytes[first] = max(self.bytes[first], step.peak)
             return
-        heights = np.linspace(step.before, step.after, last + 1 - first) + (step.peak - max(step.before, step.after))
+        heights = np.linspace(float(step.before), float(step.after), last + 1 - first)
+        heights += float(step.peak - max(step.before, step.after))
         part = self.bytes[first : last + 1]
         np.maximum(part, heights, out=part)
 

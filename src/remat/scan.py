@@ -6,14 +6,16 @@ its backward the rest. What the step can reach beside its arguments takes part a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from .ambient import States, is_transformed, opaque, recomputing
 from .calls import Call, MissedTensors, Nature, plan_of
 from .errors import LateChange, LateGradient, StepError
+from .inputs import Inputs, checked_lengths, fetched, masked, packed_lengths, packed_like
 from .interpreter import Interpreter
 from .loops import Loop, Outputs, Step
 from .plans import Plan
@@ -29,7 +31,9 @@ def scan(
     *,
     budget: int | str | None = None,
     length: int | None = None,
+    lengths: Any = None,
     planner: str = "auto",
+    check: bool = False,
 ) -> tuple[Any, Any]:
     """Run `carry, y = step(carry, x)` for every x, and train through it inside a memory budget.
 
@@ -41,22 +45,74 @@ def scan(
         step: any function `(carry, x) -> (carry, y)`. It may use parameters and other tensors however it likes; they
             get their gradients. It must return a carry of the structure, shapes and dtypes that it was given.
         carry: the initial carry, a pytree of tensors and other values.
-        xs: the inputs, a pytree whose tensors have shape (steps, ...); other leaves are the same in every step.
+        xs: the inputs: a pytree whose tensors have shape (steps, ...), other leaves being the same in every step; a
+            list with one pytree a step; a `PackedSequence`; a function of the step's number, with `length`; or an
+            iterator, which is read to its end first.
         budget: how many bytes more than at its start the call may have allocated at any moment of its forward and
             backward together: an int, or text such as "512MiB"; None takes 90 % of what is free on the device.
-        length: the number of steps, needed where xs holds no tensor.
+        length: the number of steps, needed where xs does not tell.
+        lengths: whole numbers, one for each sequence of the batch, which is dimension 0 of carries and outputs: a
+            sequence that has ended keeps its state, and its outputs are zero. A `PackedSequence` brings its own.
         planner: the strategy, by name; "auto" takes the best for the chain.
+        check: compare every replay with the first run, bit for bit, and raise where one differs; slow.
 
     Returns:
-        The final carry, and the outputs: a pytree whose tensors have shape (steps, ...); None stays None, and values
-        that are no tensors come as lists.
+        The final carry, and the outputs: a pytree whose tensors have shape (steps, ...), or packed sequences if xs is
+        one; None stays None, and values that are no tensors come as lists.
 
     Raises:
         InfeasibleBudget: the budget is too small; says the smallest that works and what it is made of.
         StepError: the step or its inputs break the rules above.
         ValueError: the budget is not a size, or there is no such planner.
     """
-    call = Call(step, carry, xs, length)
+    call = _call(step, carry, xs, length, lengths, check=check)
+    after, ys = _run(call, budget, planner)
+    return after, packed_like(xs, ys) if isinstance(xs, PackedSequence) else ys
+
+
+def plan_scan(
+    step: Step,
+    carry: Any,
+    xs: Any = None,
+    *,
+    budget: int | str | None = None,
+    length: int | None = None,
+    lengths: Any = None,
+    planner: str = "auto",
+) -> Plan:
+    """The plan that `scan` with the same arguments runs: schedule, predicted peak bytes and seconds.
+
+    Measures the step if none like it was measured before; leaves no trace.
+
+    Raises:
+        As `scan`.
+    """
+    call = _call(step, carry, xs, length, lengths)
+    with torch.enable_grad():
+        while True:
+            try:
+                return plan_of(call, budget, planner)[1]
+            except MissedTensors as missed:
+                call.captured += missed.tensors
+
+
+def _call(step: Step, carry: Any, xs: Any, length: int | None, lengths: Any, *, check: bool = False) -> Call:
+    owned_bytes = 0
+    if isinstance(xs, list | Iterator) or (callable(xs) and not isinstance(xs, torch.Tensor)):
+        step, xs, owned_bytes = fetched(step, xs, length)
+    inputs = Inputs(xs, length)
+    inputs.owned_bytes = owned_bytes
+    if isinstance(xs, PackedSequence):
+        if lengths is not None:
+            raise StepError("a PackedSequence brings its own lengths; leave lengths= out")
+        lengths = packed_lengths(xs)
+    if lengths is not None:
+        step = masked(step, checked_lengths(lengths, inputs.length))
+        inputs = inputs.numbered()
+    return Call(step, carry, inputs, check=check)
+
+
+def _run(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]:
     if is_transformed(call.tensors()):
         return _transformed(call)
     if not torch.is_grad_enabled():
@@ -76,31 +132,6 @@ def scan(
             call.watched.update(late.numbers)
         except LateGradient as late:
             call.needs = tuple(need or place in late.places for place, need in enumerate(call.needs))
-
-
-def plan_scan(
-    step: Step,
-    carry: Any,
-    xs: Any = None,
-    *,
-    budget: int | str | None = None,
-    length: int | None = None,
-    planner: str = "auto",
-) -> Plan:
-    """The plan that `scan` with the same arguments runs: schedule, predicted peak bytes and seconds.
-
-    Measures the step if none like it was measured before; leaves no trace.
-
-    Raises:
-        As `scan`.
-    """
-    call = Call(step, carry, xs, length)
-    with torch.enable_grad():
-        while True:
-            try:
-                return plan_of(call, budget, planner)[1]
-            except MissedTensors as missed:
-                call.captured += missed.tensors
 
 
 def _plain(call: Call) -> tuple[Any, Any]:
@@ -214,7 +245,7 @@ class _Scan(torch.autograd.Function):
             for number in ctx.packing.numbers:
                 stacked[number] = next(arrived)
             found = run.backward(adjoint, stacked)
-        inputs = iter(loop.input_gradients)
+        inputs = iter(loop.input_gradients())
         return (
             *(None,) * 4,
             *(found.carry[place] for place in call.carry_places),

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -145,24 +145,29 @@ def test_as_a_program() -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
-def test_a_reader_who_has_seen_enough() -> None:
-    command = [sys.executable, "-m", "remat.cli", *SLOTS, "--json", "-", "--actions"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+@pytest.fixture
+def writer() -> Iterator[subprocess.Popen[str]]:
+    """The command in the middle of writing more than a pipe holds."""
+    command = ["plan", "--steps", "20000", "--slots", "50", "--planner", "hsm", "--json", "-", "--actions"]
+    program = [sys.executable, "-m", "remat.cli", *command]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == ""
-    assert process.returncode == 1  # quietly, as others do
+        assert process.stdout.readline() == "{\n"
+        yield process
 
 
-def test_an_interrupt_ends_quietly() -> None:
-    command = [sys.executable, "-m", "remat.cli", "plan", "--steps", "1000000", "--slots", "9", "--planner", "hsm"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(3)  # by then it is in the middle of a plan that takes far longer
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "", "")
+def test_a_reader_who_has_seen_enough(writer: subprocess.Popen[str]) -> None:
+    assert writer.stdout is not None
+    assert writer.stderr is not None
+    writer.stdout.close()
+    assert writer.stderr.read() == ""
+    assert writer.wait(60) == 1  # quietly, as others do
+
+
+def test_an_interrupt_ends_quietly(writer: subprocess.Popen[str]) -> None:
+    writer.send_signal(signal.SIGINT)
+    _, error = writer.communicate(timeout=60)
+    assert (writer.returncode, error) == (130, "")
 
 
 def test_looking_at_plans_needs_no_torch() -> None:

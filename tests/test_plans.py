@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import weakref
+from importlib import import_module
 
 import pytest
 from hypothesis import given
@@ -139,13 +140,17 @@ def test_the_papers_units(name: str, steps: int, slots: int, alpha: int, runs: i
     assert 0 <= units.peak(made) <= slots
 
 
-@given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 9))
-def test_slots_are_counted_as_the_paper_counts(steps: int, slots: int, alpha: int) -> None:
+@given(st.sampled_from(names()), st.integers(1, 30), st.integers(1, 60), st.integers(1, 9))
+def test_slots_are_counted_as_the_paper_counts(name: str, steps: int, slots: int, alpha: int) -> None:
     """Never more than there are, and all that help; HSM may find its last slot's carry still live."""
-    chain, budget_bytes, units = problem_in_slots("ism", steps, slots, alpha)
-    assert units.peak(plan(chain, budget_bytes, "ism")) == min(steps, slots)
-    chain, budget_bytes, units = problem_in_slots("hsm", steps, slots, alpha)
-    assert min(steps, slots) - 1 <= units.peak(plan(chain, budget_bytes, "hsm")) <= min(steps, slots)
+    chain, budget_bytes, units = problem_in_slots(name, steps, slots, alpha)
+    try:
+        peak = units.peak(plan(chain, budget_bytes, name))
+    except InfeasibleBudget:
+        assert name in {"keep-all", "sqrt", "recursive"}  # all others can do with constant memory
+        return
+    least = {"ism": min(steps, slots), "hsm": min(steps, slots) - 1}.get(name, 1)
+    assert least <= peak <= slots
 
 
 @pytest.mark.parametrize("planner", ["tight", "keep-all"])
@@ -178,6 +183,7 @@ def test_planning_needs_no_torch() -> None:
 
 
 def test_public_names_are_there() -> None:
+    import_module("remat.scan")  # the module must not take the function's place
     for name in remat.__all__:
         assert not isinstance(getattr(remat, name), type(remat)), f"remat.{name} is a module"
     with pytest.raises(AttributeError, match="no attribute 'nope'"):

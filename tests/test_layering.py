@@ -30,7 +30,6 @@ LAYERS = {
         "profiler",
         "recorded",
         "sweeps",
-        "sweeps",
         "trees",
     },
     "L4": {"calls", "chunking", "layered", "recurrent", "scan"},

@@ -24,7 +24,6 @@ COUNTED: Final = 0
 FREE: Final = 1
 NEVER: Final = 1 << 29
 """Ticks of what does not fit: two of them and what is between still fit into 32 bits."""
-TOGETHER: Final = 8
 _TOGETHER_TICKS: Final = 1 << 25
 
 Ticks = NDArray[np.int32]
@@ -203,15 +202,15 @@ def _copy(
 
 
 @_compiled
-def fill(p: Problem, tables: Tables, rooms: int, unit: int, down: bool) -> int:
+def fill(p: Problem, tables: Tables, rooms: int, unit: int, down: bool, together: int) -> int:
     """Solve every subproblem for rooms 0 … rooms−1; returns how much of the pool is used, −1 if it is too small.
 
-    A few ends t are taken together, so that what lies in the pool of a stage s is read once for all of them; twins must
-    have ended before.
+    `together` ends t are taken at once, so that what lies in the pool of a stage s is read once for all of them; twins
+    must have ended before.
     """
     length = p.stages.shape[1] - 1
     rows = 2 * (length + 1) * rooms
-    together = max(1, min(TOGETHER, _TOGETHER_TICKS // rows))
+    together = max(1, min(together, _TOGETHER_TICKS // rows))
     now = np.empty(together * rows, dtype=np.int32)
     low = np.empty(together * (length + 1), dtype=np.int32)
     used = np.int64(0)

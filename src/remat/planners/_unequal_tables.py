@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COUNTED: Final = 0
 FREE: Final = 1
 _POOL_TICKS: Final = 350_000_000  # 1.4 GB; pages that are not written cost nothing
+_TOGETHER: Final = 8  # ends are solved together, see `fill`; 1 where most segments equal an earlier one
 _TRIPLES: Final = 40_000_000  # so many (start, carry to store, end) are looked at, about 200 ns each with 500 rooms
 
 
@@ -86,15 +87,16 @@ class Solved:
 
 
 def solve(costs: Costs, room_bytes: int, units: int, *, down: bool = False) -> Solved:
-    """Solve every subproblem for all rooms up to `room_bytes`, in about `units` steps, fewer if memory is short."""
+    """Solve every subproblem for all rooms up to `room_bytes`, in `units` steps, or twice as many if that is exact."""
     from ._unequal_kernels import Tables, fill
 
     exact, tick_s = costs.unit(), _tick_s(costs)
     is_site = _sites(costs)
-    problem = _problem(costs, tick_s, is_site)
+    together = _TOGETHER if _twins(costs, is_site, 1)[1].mean() < costs.length / 3 else 1
+    problem = _problem(costs, tick_s, is_site, together)
     shape = (2, costs.length + 1, len(problem.ends))
     while True:
-        unit = exact if room_bytes // exact <= units else -(-room_bytes // units)
+        unit = exact if room_bytes // exact <= 2 * units else -(-room_bytes // units)  # twice the work buys exactness
         rooms = -(-room_bytes // unit) if down else room_bytes // unit
         tables = Tables(
             pool=np.empty(min(_POOL_TICKS, shape[1] * shape[2] * 2 * (rooms + 1)), dtype=np.int32),
@@ -102,13 +104,13 @@ def solve(costs: Costs, room_bytes: int, units: int, *, down: bool = False) -> S
             low=np.empty(shape, dtype=np.int32),
             high=np.empty(shape, dtype=np.int32),
         )
-        if fill(problem, tables, rooms + 1, unit, down) >= 0:
+        if fill(problem, tables, rooms + 1, unit, down, together) >= 0:
             all_sites = len(problem.ends) == costs.length
             return Solved(costs, problem, tables, tick_s, unit, rooms, all_sites, down)
         units = units * 3 // 4
 
 
-def _problem(costs: Costs, tick_s: float, is_site: NDArray[np.bool_]) -> Problem:
+def _problem(costs: Costs, tick_s: float, is_site: NDArray[np.bool_], together: int) -> Problem:
     """The chain for compiled code."""
     from . import _unequal_kernels as kernels
 
@@ -120,7 +122,7 @@ def _problem(costs: Costs, tick_s: float, is_site: NDArray[np.bool_]) -> Problem
     stages[kernels.FIRST], stages[kernels.IS_SITE] = costs.first, is_site
     stages[kernels.NEXT_SITE] = np.searchsorted(ends, everywhere, side="right")
     stages[kernels.COLUMN] = np.searchsorted(ends, everywhere, side="left")
-    stages[kernels.TWIN_SHIFT], stages[kernels.TWIN_REACH] = _twins(costs, is_site)
+    stages[kernels.TWIN_SHIFT], stages[kernels.TWIN_REACH] = _twins(costs, is_site, together)
     starts = np.repeat(everywhere[:-1], np.diff(costs.first))
     stages[kernels.WIDEST] = (costs.stop - starts).max()
     ways = np.empty((6, len(costs.stop)), dtype=np.int64)
@@ -156,14 +158,12 @@ def _tick_s(costs: Costs) -> float:
     return 2.0 ** ceil(log2(longest) - 28) if longest else 1.0
 
 
-def _twins(costs: Costs, is_site: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _twins(costs: Costs, is_site: NDArray[np.bool_], together: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For every t, a shift d and the largest reach r such that s … t−1 equals s−d … t−d−1 for all s ≥ t − r.
 
     Equal are segments of equal stages, with the same carries to store, that end in carries of equal size before the end
-    of the chain. The earlier one must not be among the ends that are solved together with t.
+    of the chain. The earlier end must not be among the `together` that are solved with t.
     """
-    from ._unequal_kernels import TOGETHER
-
     column = np.cumsum(is_site)
     length, carry = costs.length, costs.carry
     kind = 2 * costs.kind + is_site[:-1]
@@ -172,7 +172,7 @@ def _twins(costs: Costs, is_site: NDArray[np.bool_]) -> tuple[NDArray[np.int64],
     for t in range(2, length):
         d = np.arange(1, t)
         equal[d] = np.where(kind[t - 1] == kind[t - 1 - d], equal[d] + 1, 0)
-        solved = is_site[t - d] & (column[t] - column[t - d] >= TOGETHER)
+        solved = is_site[t - d] & (column[t] - column[t - d] >= together)
         usable = np.where((carry[t - d] == carry[t]) & solved, equal[d], 0)
         best = int(usable.argmax())
         shift[t], reach[t] = best + 1, usable[best]
@@ -184,7 +184,7 @@ def _sites(costs: Costs) -> NDArray[np.bool_]:
     length = costs.length
     all_of_them = np.ones(length + 1, dtype=np.bool_)
     all_of_them[length] = False
-    rest = np.maximum(np.arange(length + 1) - _twins(costs, all_of_them)[1], 0)  # starts of segments not met before
+    rest = np.maximum(np.arange(length + 1) - _twins(costs, all_of_them, 1)[1], 0)  # starts of segments not met before
     if (rest * (2 * np.arange(length + 1) - rest)).sum() / 2 <= _TRIPLES:
         return all_of_them
     count = length

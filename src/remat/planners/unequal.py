@@ -14,9 +14,9 @@ anything left of it. Others exist (put a backward off until stages before it hav
 while and make it again). An exhaustive search over all legal schedules of small chains with adversarial sizes finds one
 that is better at about one budget in five hundred; see `tests/planners/test_unequal.py`.
 
-That optimum is met exactly if all sizes are whole numbers of a unit of which the budget has no more than `units`, and
-is approached otherwise: sizes are then rounded up, and long chains (of more than some 500 different stages) store only
-some carries. `Solution` says so, and gives a bound that holds for every schedule.
+That optimum is met exactly if all sizes are whole numbers of a unit of which the budget has no more than twice `units`,
+and is approached otherwise: sizes are then rounded up, and long chains (of more than some 500 different stages) store
+only some carries. `Solution` says so, and gives a bound that holds for every schedule.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def plan(chain: Chain, budget_bytes: int) -> Schedule:
 
 
 def solve(chain: Chain, budget_bytes: int, *, units: int = _UNITS) -> Solution:
-    """The same with what is known about it. The budget is divided into `units`, or fewer if that is exact.
+    """The same with what is known about it. The budget is divided into `units`, or up to twice as many if exact.
 
     Raises:
         InfeasibleBudget: as `plan`.

@@ -90,7 +90,7 @@ def test_tight_is_never_slower_than_the_papers(chain: Chain, data: st.DataObject
     budget = data.draw(budgets(chain))
     assume(budget >= room.smallest(chain).peak_bytes)
     best = judged("tight", chain, budget).seconds
-    for name in ("hsm", "msm"):
+    for name in ("hsm", "ism", "msm"):
         assert best <= judged(name, chain, budget).seconds + 1e-9
 
 

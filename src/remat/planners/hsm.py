@@ -27,7 +27,7 @@ _BATCH: Final = 1000  # stages at most whose actions are made in one go
 
 def plan(chain: Chain, budget_bytes: int) -> Schedule:
     """As many slots as the budget has room for."""
-    return plan_repeated(chain, budget_bytes, "hsm", _strategy, may_keep_all=False)
+    return plan_repeated(chain, budget_bytes, "hsm", strategy, may_keep_all=False)
 
 
 def cost(t: int, m: int) -> int:
@@ -61,7 +61,8 @@ class Binomials:
         return found
 
 
-def _strategy(room: Room, keep: int) -> tuple[int, partial[Iterator[Action]]]:
+def strategy(room: Room, keep: int) -> tuple[int, partial[Iterator[Action]]]:
+    """Forward runs and actions with `keep` bytes in slots besides carry 0."""
     slots = min(room.steps, 1 + keep // room.carry) if room.carry else room.steps
     return cost(room.steps, slots), partial(_actions, room.steps, slots, room.entry, room.free_start)
 

@@ -19,7 +19,7 @@ from .room import Room
 
 def plan(chain: Chain, budget_bytes: int) -> Schedule:
     """As many kept tapes as the budget has room for, each taken to be kept alone, its end carry with it."""
-    return plan_repeated(chain, budget_bytes, "ism", _strategy)
+    return plan_repeated(chain, budget_bytes, "ism", strategy)
 
 
 def cost(t: int, m: int) -> int:
@@ -27,7 +27,8 @@ def cost(t: int, m: int) -> int:
     return hsm.cost(t + 1, m) - (t + 1)
 
 
-def _strategy(room: Room, keep: int) -> tuple[int, partial[Iterator[Action]]]:
+def strategy(room: Room, keep: int) -> tuple[int, partial[Iterator[Action]]]:
+    """Forward runs and actions with `keep` bytes in tapes besides carry 0."""
     each = max(room.alone, room.more)
     tapes = min(room.steps, 1 + keep // each) if each else room.steps
     return cost(room.steps, tapes), partial(_actions, room.steps, tapes, room.entry, room.free_start)

@@ -6,7 +6,7 @@ end, once the carry before them is stored or the stage before them is recorded, 
     F(t) = min(1 + h(t−1),  min over 1 ≤ y < t of  y + F(y) + k(t−y)),    k(n) = min(f(n), 1 + g(n−1)),  k(1) = 1
 
 f: the right part with its start in a slot; g: with its start at the end of a tape; h: the first stage recorded at once.
-`_curves` solves one such level in a time that does not grow with the number of stages.
+`_sweep` solves one such level in a time that does not grow with the number of stages.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def strategy(room: Room, keep: int, *, tight: bool) -> tuple[int, partial[Iterat
 class Tables:
     """Costs of every node at every memory that the root can reach, and the decisions behind them.
 
-    Only what the root needs is exact: `_curves.level` leaves out what costs more than `cap` for one more stage, and the
+    Only what the root needs is exact: `_sweep` leaves out what costs more than `cap` for one more stage, and the
     cap is right once no increment of the root exceeds it.
     """
 
     def __init__(self, units: Units, root: int, *, tight: bool) -> None:
-        from . import _curves  # compiles, which what a closed form plans does without
+        from . import _curves, _sweep  # compile, which what a closed form plans does without
 
-        self._curves = _curves
+        self._curves, self._level = _curves, _sweep.level
         self.units = units
         self.tight = tight
         self._after_record = Node.AT_END if tight else Node.FROM_SLOT
@@ -121,7 +121,7 @@ class Tables:
             first = curves.after_one(below)
             known = id(below)
             if known not in solved:
-                whole = curves.level(first, right, cap, units.steps)
+                whole = self._level(first, right, cap, units.steps)
                 solved[known] = whole if memory == units.keep else curves.capped(whole, cap)
             return solved[known], first
 

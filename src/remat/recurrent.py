@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .ambient import recomputing
+from .ambient import is_transformed, opaque, recomputing
 from .chunking import Choice
 from .errors import StepError
 from .interpreter import Interpreter
@@ -44,7 +44,8 @@ def recurrent(layer: Layer, *, budget: int | str | None = None, chunk: int | Non
     (On CUDA, cuDNN has a stream of its own, which cannot be followed: masks are drawn from PyTorch's.) With dropout in
     training, and in bidirectional layers, the outputs of all layers are kept, so there is a larger smallest budget.
 
-    Without autograd the layer is the plain one. Second derivatives through it are refused.
+    Without autograd, and under the transforms of `torch.func`, the layer is the plain one. Second derivatives through
+    it are refused.
 
     Args:
         layer: left as it is.
@@ -85,9 +86,10 @@ class _Budgeted:
     budget: int | str | None
     chunk: int | None
 
+    @opaque
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = super().forward  # type: ignore[misc]  # of the layer's own class
-        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with _KernelCalls(self.budget, self.chunk):
             return forward(*args, **kwargs)
@@ -128,7 +130,8 @@ class _KernelCalls(TorchFunctionMode):
         if name not in _KERNELS or func is not getattr(torch, name):
             return func(*args, **(kwargs or {}))
         call = Call(name, args)
-        if not any(map(needs_gradient, call.tensors)) or 0 in call.tensors[0].shape:
+        plain = not any(map(needs_gradient, call.tensors)) or 0 in call.tensors[0].shape
+        if plain or is_transformed(call.tensors):
             return func(*args)
         choice = call.choice(self._budget, self._chunk)
         if not choice.chunk:

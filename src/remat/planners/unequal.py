@@ -11,9 +11,9 @@ has taken over; F has it for free, because a recorded range or the caller keeps 
 
 *Optimal* means: no schedule is faster that finishes what is right of a stored carry, backward included, before it runs
 anything left of it. Others exist (put a backward off until stages before it have been recorded, or keep a carry for a
-while and make it again). An exhaustive search over all legal schedules of random chains with adversarial sizes found one
-that is better at 3 of 2214 budgets for chains of two or three stages; longer chains have more of them, how many is not
-known. See `tests/planners/test_unequal.py`.
+while and make it again). An exhaustive search over all legal schedules of random chains with adversarial sizes found
+one that is better at 3 of 2214 budgets for chains of two or three stages; longer chains have more of them, how many is
+not known. See `tests/planners/test_unequal.py`.
 
 That optimum is met exactly if all sizes are whole numbers of a unit of which the budget has no more than twice `units`,
 and is approached otherwise: sizes are then rounded up, and long chains (of more than some 500 different stages) store

@@ -76,6 +76,17 @@ def append(rows: Curve, count: int, at: int, cost: int, slope: int) -> int:
     return count + 1
 
 
+@compiled(ROWS, ROWS, INT, INT, INT)
+def closed(rows: Curve, count: int, end: int, cost: int) -> Curve:
+    """The curve of the first `count` rows, ending at `end` with this cost."""
+    curve = np.empty((count + 1, 3), np.int64)
+    for row in range(count):
+        for column in range(3):
+            curve[row, column] = rows[row, column]
+    curve[count, 0], curve[count, 1], curve[count, 2] = end, cost, NEVER
+    return curve
+
+
 @compiled(ROWS, ROWS, ROWS, inner=False)
 def lower(a: Curve, b: Curve) -> Curve:
     """The smaller of two curves everywhere."""
@@ -101,8 +112,7 @@ def lower(a: Curve, b: Curve) -> Curve:
             room, slope = 1, min(a_cost + a_slope, b_cost + b_slope) - cost
         count = append(rows, count, t, cost, slope)
         t, cost = t + room, cost + room * slope
-    rows[count, 0], rows[count, 1], rows[count, 2] = t, cost, NEVER
-    return rows[: count + 1].copy()
+    return closed(rows, count, t, cost)
 
 
 @compiled(ROWS, ROWS, INT, inner=False)
@@ -111,9 +121,7 @@ def capped(curve: Curve, cap: int) -> Curve:
     last = len(curve) - 1
     while last > 0 and curve[last - 1, 2] > cap:
         last -= 1
-    short = curve[: last + 1].copy()
-    short[last, 2] = NEVER
-    return short
+    return closed(curve, last, curve[last, 0], curve[last, 1])
 
 
 @compiled(types.boolean, ROWS, INT)

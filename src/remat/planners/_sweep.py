@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._curves import INT, LIST, NEVER, ROWS, Curve, append, compiled, is_kink, types
+from ._curves import INT, LIST, NEVER, ROWS, Curve, append, closed, compiled, is_kink, types
 
 RIGHT, LEFT, FIRST = 0, 1, 2  # kinds of candidates in `level`
 # Columns of a candidate: kind, fixed part, its cost, increments around it, row looked at last, first t, and its bound.
@@ -34,9 +34,11 @@ KIND, PART, PART_COST, BEFORE, AFTER, ROW, BORN, AT, COST, SLOPE, COLUMNS = rang
 @compiled(LIST, ROWS)
 def _cheapest_ahead(curve: Curve) -> NDArray[np.int64]:
     """For every row the least increment from it on."""
-    least = curve[:, 2].copy()
-    for row in range(len(least) - 2, -1, -1):
-        least[row] = min(least[row], least[row + 1])
+    least = np.empty(len(curve), np.int64)
+    smallest = NEVER
+    for row in range(len(curve) - 1, -1, -1):
+        smallest = min(smallest, curve[row, 2])
+        least[row] = smallest
     return least
 
 
@@ -173,22 +175,17 @@ def _bury(some: Curve, size: int, t: int, level: _Problem) -> int:
 @compiled(types.UniTuple(INT, 3), ROWS, INT, INT, ROWS, INT, _PROBLEM)
 def _candidate(some: Curve, c: int, t: int, rows: Curve, count: int, level: _Problem) -> tuple[int, int, int]:
     """(cost, increment, end of it) of candidate c at t; its bound is drawn anew from there."""
-    part, part_cost = some[c, PART], some[c, PART_COST]
-    if some[c, KIND] == RIGHT:
-        # F is known up to t where this is asked for an increment, so one that is still growing ends with it.
-        row, cost, slope, end = _look(rows, count, some[c, ROW], t - part, t)
-        cost, slope, end, least = (
-            cost + part_cost + t - part,
-            slope + 1,
-            end + part,
-            1 + _least_slope(level.bounds, t - part),
-        )
-    elif some[c, KIND] == LEFT:
-        row, cost, slope, end = _look(level.right, len(level.right), some[c, ROW], t - part, NEVER)
-        cost, end, least = cost + part_cost, end + part, level.right_ahead[row]
+    kind, part = some[c, KIND], some[c, PART]
+    # F is known up to t where this is asked for an increment, so one that is still growing ends with it.
+    curve, count, known = (rows, count, t) if kind == RIGHT else (level.first, len(level.first), NEVER)
+    if kind == LEFT:
+        curve, count = level.right, len(level.right)
+    row, cost, slope, end = _look(curve, count, some[c, ROW], t - part, known)
+    cost, end = cost + some[c, PART_COST], end + part
+    if kind == RIGHT:
+        cost, slope, least = cost + t - part, slope + 1, 1 + _least_slope(level.bounds, t - part)
     else:
-        row, cost, slope, end = _look(level.first, len(level.first), some[c, ROW], t, NEVER)
-        least = level.first_ahead[row]
+        least = level.right_ahead[row] if kind == LEFT else level.first_ahead[row]
     some[c, ROW] = row
     _bound(some, c, t, min(cost, NEVER), least)
     return min(cost, NEVER), slope, end
@@ -244,7 +241,8 @@ def _straight(
 @compiled(ROWS, ROWS, ROWS, INT, INT, inner=False)
 def level(first: Curve, right: Curve, cap: int, steps: int) -> Curve:
     """F for up to `steps` stages, exact wherever an increment of at most `cap` leads to."""
-    bounds = np.ones(cap + 2, np.int64)
+    bounds = np.empty(cap + 2, np.int64)
+    bounds[0] = 1
     for s in range(1, cap + 2):
         bounds[s] = max(_last_within(right, s) + bounds[s - 1] + 1, _last_within(first, s))
     level = _Problem(first, _cheapest_ahead(first), right, _cheapest_ahead(right), bounds)
@@ -270,5 +268,4 @@ def level(first: Curve, right: Curve, cap: int, steps: int) -> Curve:
         t, cost = t + room, cost + room * slope
         if slope < cap:
             reach = t
-    rows[count, 0], rows[count, 1], rows[count, 2] = t, cost, NEVER
-    return rows[: count + 1].copy()
+    return closed(rows, count, t, cost)

@@ -75,8 +75,8 @@ def test_a_custom_cell() -> None:
 
 # ---- snnTorch: spiking neurons
 
-# Its neurons also keep the state that they return in themselves, and overwrite it with the one they are given. Without
-# budget and plan that is harmless; scan takes it for a gradient that flows past the carry.
+# Its neurons also keep the state that they return in themselves, and overwrite it with the one they are given. That is
+# harmless, but scan takes it for a gradient that flows past the carry.
 keeps_its_state = pytest.mark.xfail(
     raises=remat.StepError, reason="scan refuses steps that keep their state", strict=False
 )

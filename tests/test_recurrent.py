@@ -165,9 +165,8 @@ def test_results_are_the_plain_layers_within_the_budget(name: str) -> None:
 
 def test_a_smaller_budget_is_refused_and_says_the_smallest() -> None:
     made = case(nn.LSTM, num_layers=2, dropout=0.5)
-    smallest = smallest_budget(made)
     with pytest.raises(remat.InfeasibleBudget, match="the smallest that works is"):
-        made.called(remat.recurrent(made.layer, budget=smallest - 1))
+        made.called(remat.recurrent(made.layer, budget=smallest_budget(made) - 1))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -227,8 +226,7 @@ def test_copies(copied: Callable[[nn.RNNBase], nn.RNNBase]) -> None:
     made = case(nn.GRU, num_layers=2)
     budgeted = remat.recurrent(made.layer, budget=2 * smallest_budget(made))
     other = copied(budgeted)
-    assert type(other) is type(budgeted)
-    assert other.budget == budgeted.budget
+    assert (type(other), other.budget) == (type(budgeted), budgeted.budget)
     assert next(other.parameters()) is not next(budgeted.parameters())
     assert all(map(torch.equal, made.trained(other), made.trained(budgeted)))
 
@@ -275,8 +273,7 @@ def test_without_autograd_it_is_the_plain_layer() -> None:
         found = made.called(budgeted)
         torch.manual_seed(3)
         assert all(map(torch.equal, found, made.called(made.layer)))
-    frozen = copy.deepcopy(budgeted).requires_grad_(False)
-    assert not frozen(made.x.detach())[0].requires_grad
+    assert not copy.deepcopy(budgeted).requires_grad_(False)(made.x.detach())[0].requires_grad
 
 
 def test_eval_draws_nothing() -> None:

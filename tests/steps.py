@@ -679,13 +679,13 @@ def plain_values_among_the_leaves(steps: int) -> Program:
 def ordered_dict_of_lists(steps: int) -> Program:
     w, h = leaf(H, H), leaf(B, H)
 
-    def step(c: OrderedDict[str, Any], x: list[Any]) -> tuple[OrderedDict[str, Any], list[Tensor]]:
+    def step(c: OrderedDict[str, Any], x: tuple[Any, list[Any]]) -> tuple[OrderedDict[str, Any], list[Tensor]]:
         h = torch.tanh(c["layers"][0] @ w + x[0] + x[1][0])
         g = torch.tanh(c["layers"][1] @ w + h)
         return OrderedDict(layers=[h, g], count=c["count"] + 1), [g, h]
 
     start = OrderedDict(layers=[h, torch.zeros(B, H)], count=torch.zeros((), dtype=torch.int32))
-    xs = [leaf(steps, B, H, grad=False), (leaf(steps, H, grad=False),)]
+    xs = (leaf(steps, B, H, grad=False), [leaf(steps, H, grad=False)])  # a list on top would be one entry a step
     return Program(step, start, xs, wrt={"w": w, "h": h})
 
 

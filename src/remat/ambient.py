@@ -187,6 +187,11 @@ class States:
         self.start = self._last = tuple(s.get() if n in in_full else None for n, s in enumerate(sources))
         self._versions = {n: _version(s) for n, s in enumerate(sources) if n not in in_full}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states of what is watched, as far as tensors hold them."""
+        return sum(self.start[n].nbytes for n in self.watched if isinstance(self.start[n], torch.Tensor))
+
     def take(self) -> tuple[Any, ...]:
         """The states of now, as one value to keep with a carry."""
         if not self.watched:

@@ -113,6 +113,12 @@ class Interpreter:
         self._one = torch.ones(())
         self._pending: Action | None = None
 
+    @property
+    def aside_bytes(self) -> int:
+        """Bytes stored with a carry beside its leaves: states, and a copy where stages change what they run on."""
+        size = sum(self.caller.leaves[place].nbytes for place in places_of(self.caller.leaves)) if self.copies else 0
+        return size + self.states.nbytes
+
     # ---- the two halves
 
     def forward(self) -> Leaves:

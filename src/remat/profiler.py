@@ -127,15 +127,17 @@ def profile(
     with recomputing(), _no_collections():
         _run(start(), _SINGLY)  # what kernels and the step make once is made now
         singly, parameters = _metered(start(), _SINGLY, device)
-        costs = _costs(_tape(singly, None), singly, sizes, parameters)
+        aside = start().interpreter.aside_bytes
+        costs = _costs(_tape(singly, None, aside), singly, sizes, parameters, aside)
         tape = costs.stage.menu[0]
         pairs: list[Phase] | None = None
         if room_bytes(costs) >= tape.tape_bytes + costs.stage.carry_bytes:
             pairs, _ = _metered(start(), _IN_PAIRS, device)
         timed = [_timed(start(), _IN_PAIRS if pairs else _SINGLY, device) for _ in range(rounds)]
     if not timed:
-        return _costs(_tape(singly, pairs), singly, sizes, parameters)
-    return _costs(_with_seconds(_tape(singly, pairs), timed), singly, sizes, parameters, _seconds(timed, Advance))
+        return _costs(_tape(singly, pairs, aside), singly, sizes, parameters, aside)
+    tape = _with_seconds(_tape(singly, pairs, aside), timed)
+    return _costs(tape, singly, sizes, parameters, aside, _seconds(timed, Advance))
 
 
 def _run(trial: Trial, actions: tuple[Action, ...], after: Callable[[], object] = lambda: None) -> int:
@@ -187,9 +189,14 @@ def _with_seconds(tape: Tape, timed: list[list[tuple[Action, float]]]) -> Tape:
     return msgspec.structs.replace(tape, forward_s=_seconds(timed, Record), backward_s=_seconds(timed, Backward))
 
 
-def _tape(singly: list[Phase], pairs: list[Phase] | None) -> Tape:
-    """The tape's sizes from what the phases gained; the rules of what is alive stand in `chains`."""
-    carry = singly[0].net_bytes
+def _tape(singly: list[Phase], pairs: list[Phase] | None, aside: int) -> Tape:
+    """The tape's sizes from what the phases gained; the rules of what is alive stand in `chains`.
+
+    Args:
+        singly, pairs: the phases of the two small schedules.
+        aside: bytes that are stored with a carry beside it.
+    """
+    carry = singly[0].net_bytes + aside
     last = _phase(singly, Record(0, 1))  # its entering carry is the caller's: gains tape and leaving carry
     tape_bytes = max(last.net_bytes - carry, 0)
     inner = _phase(singly, Record(1, 2))  # its entering carry was live only: what remains of it is kept by the tape
@@ -214,10 +221,10 @@ def _phase(phases: list[Phase], action: Action) -> Phase:
     return phases[actions.index(action)]
 
 
-def _costs(tape: Tape, singly: list[Phase], sizes: Sizes, parameters: int, advance_s: float = 0.0) -> Costs:
+def _costs(tape: Tape, singly: list[Phase], sizes: Sizes, parameters: int, aside: int, advance_s: float = 0.0) -> Costs:
     carry, peak = singly[0].net_bytes, singly[0].peak_bytes
     return Costs(
-        Stage(carry, (tape,), forward_s=advance_s, workspace_bytes=max(peak - carry, 0)),
+        Stage(carry + aside, (tape,), forward_s=advance_s, workspace_bytes=max(peak - carry, 0)),
         sizes.output_bytes,
         sizes.output_gradient_bytes,
         sizes.final_gradient_bytes,

@@ -27,7 +27,9 @@ class Structure:
         self.count = self._node.count
         self._bare = isinstance(self._node, _Leaf)
         node = self._node
-        self._flat_tuple = isinstance(node, _Sequence) and node.kind is tuple and node.count == len(node.children)
+        self._flat_tuple = (
+            isinstance(node, _Sequence) and node.kind is tuple and all(isinstance(c, _Leaf) for c in node.children)
+        )
 
     def flatten(self, value: Any) -> Leaves:
         """The leaves of `value`, left to right.

@@ -979,3 +979,77 @@ def checkpoint_inside(steps: int) -> Program:
         return h.tanh(), h
 
     return Program(step, torch.zeros(B, H), xs, wrt={**parameters(net), "xs": xs})
+
+
+# ---- hard ones
+
+
+class Averaging(nn.Module):
+    """Keeps a running mean in a buffer that is replaced, not changed in place, and counts in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(H, H))
+        self.register_buffer("mean", torch.zeros(H))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ self.weight + x - self.mean)
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        self.count += 1
+        return h, h / self.count.clone()
+
+
+@program
+def buffers_that_are_replaced(steps: int) -> Program:
+    net, xs = Averaging(), leaf(steps, B, H)
+    return Program(net, torch.zeros(B, H), xs, wrt={**parameters(net), "xs": xs}, modules=[net])
+
+
+@program
+def carry_as_output_in_pieces(steps: int) -> Program:
+    w, h = leaf(H, H), leaf(B, H)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        h = torch.tanh(h @ w + x)
+        return h, (h, h[:, :2], h.t(), h.view(-1), h)
+
+    return Program(step, h, leaf(steps, B, H, grad=False), wrt={"w": w, "h": h})
+
+
+@program
+def carry_changed_in_place(steps: int) -> Program:
+    w, xs = leaf(H, H), leaf(steps, B, H)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.tanh(h.cumsum(-1) + x @ w)
+        h.mul_(0.5).add_(z)
+        return h, z
+
+    return Program(step, leaf(B, H).clone(), xs, wrt={"w": w, "xs": xs})
+
+
+@program
+def fast_weights_learned_inside(steps: int) -> Program:
+    rate, xs = torch.tensor(0.1, requires_grad=True), leaf(steps, B, D)
+    start = leaf(D, D)
+
+    def step(fast: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        error = (torch.tanh(x @ fast) - x.roll(1, -1)).square().mean()
+        (slope,) = torch.autograd.grad(error, fast, create_graph=True)
+        return fast - rate * slope, error
+
+    return Program(step, start, xs, wrt={"rate": rate, "xs": xs, "start": start})
+
+
+@program
+def tokens_and_sparse_embedding(steps: int) -> Program:
+    table, cell, out = nn.Embedding(7, D, sparse=True), nn.GRUCell(D, H), nn.Linear(H, 7)
+    xs = (torch.randint(7, (steps, B)), torch.randint(7, (steps, B)))
+
+    def step(h: Tensor, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        token, target = x
+        h = cell(table(token), h)
+        return h, F.cross_entropy(out(h), target)
+
+    return Program(step, torch.zeros(B, H), xs, wrt=parameters(table, cell, out))

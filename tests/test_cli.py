@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import remat
+from remat.chains import Chain, Stage, Tape
 from remat.cli import main
 from remat.schedules import Schedule
 
@@ -81,6 +82,48 @@ def test_a_picture(tmp_path: Path) -> None:
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
+CURVE_BYTES = ["curve", "--steps", "150", "--carry", "32KiB", "--tape", "120KiB"]
+CURVE_SLOTS = ["curve", "--steps", "150", "--alpha", "3"]
+
+
+@pytest.mark.parametrize("command", [CURVE_BYTES, CURVE_SLOTS], ids=["bytes", "slots"])
+def test_a_curve_fits_a_terminal_and_marks_its_knee(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert len(out.splitlines()) <= 50
+    assert "\x1b" not in out
+    assert not any(line != line.rstrip() for line in out.splitlines())
+    for mark in ("▲ the smallest", "◆ the knee", "■ more gains nothing"):
+        assert out.count(mark) == 1
+        assert out.count(mark[0]) == 2  # in the table, and in the picture
+
+
+def test_a_curve_says_what_plans_cost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "curve.png"
+    assert main([*CURVE_SLOTS, "--json", "-", "--picture", str(picture)]) == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    curve = json.loads(capsys.readouterr().out)
+    assert curve["exact"]
+    assert curve["smallest_slots"] == 1
+    assert curve["knee"] in curve["points"]
+    for point in curve["points"][:: len(curve["points"]) // 4]:
+        slots = str(point["slots"])
+        assert main(["plan", "--steps", "150", "--alpha", "3", "--slots", slots, "--json", "-"]) == 0
+        assert json.loads(capsys.readouterr().out)["seconds"] == point["seconds"]
+
+
+def test_the_curve_of_a_chain_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "chain.json"
+    stages = [(Stage(k % 3 + 1, (Tape(k % 5 + 2),)), 1) for k in range(12)]
+    path.write_bytes(Chain(tuple(stages), 2).to_json())
+    assert main(["curve", "--chain", str(path)]) == 0
+    assert "◆ the knee" in capsys.readouterr().out
+    path.write_text('{"runs": 5}')
+    assert main(["curve", "--chain", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"remat: --chain {path}: Expected `array`")
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -109,6 +152,17 @@ def test_a_picture(tmp_path: Path) -> None:
         ("plan --steps 10 --slots 3 --picture x.txt", "ends in .png, .svg or .pdf"),
         ("plan --steps 10 --slots 3 --planner keep-all", "--slots 3: too few for keep-all; the smallest that works is"),
         ("plan --steps 10 --carry 1KiB --tape 4KiB --budget 1KiB", "the smallest that works is 7168 bytes (7 KiB)"),
+        ("curve", "--steps missing"),
+        ("curve --steps 10", "--carry, --tape missing"),
+        ("curve --steps 10 --carry 5", "--tape missing"),
+        ("curve --steps 0 --alpha 2", "not '0'"),
+        ("curve --steps 10 --alpha 2 --tape 5", "excludes --tape"),
+        ("curve --chain x.json --steps 5", "excludes --steps"),
+        ("curve --chain /no/such/file", "No such file or directory"),
+        ("curve --chain pyproject.toml", "Expected `object`"),
+        ("curve --steps 10 --alpha 2 --picture x.txt", "ends in .png, .svg or .pdf"),
+        ("figures --out pyproject.toml", "--out pyproject.toml: cannot be written: File exists"),
+        ("figures --out /proc/x", "/proc/x: cannot be written"),
         ("demo --budget lots", "'lots' is not a size"),
         ("demo --budget 0%", "percentage above 0"),
         ("demo --budget x%", "percentage above 0"),

@@ -17,7 +17,7 @@ PACKAGE = Path(remat.__file__).parent
 LAYERS = {
     "L0": {"errors", "sizes"},
     "L1": {"chains", "schedules"},
-    "L2": {"planners", "simulator", "report", "plans", "tradeoff"},
+    "L2": {"curves", "planners", "simulator", "report", "plans", "tradeoff"},
     "L3": {
         "ambient",
         "budgets",
@@ -33,9 +33,9 @@ LAYERS = {
         "trees",
     },
     "L4": {"calls", "chunking", "layered", "recurrent", "scan"},
-    "L5": {"cli", "demo"},
+    "L5": {"cli", "demo", "figures", "options"},
 }
-WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"cli"}
+WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"cli", "options"}
 # Siblings that must not share a defect: the judge knows no planner, and no planner asks the judge.
 STRANGERS = [("simulator", "planners"), ("planners", "simulator"), ("planners", "plans"), ("planners", "report")]
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .recurrent import recurrent as recurrent
     from .scan import plan_scan as plan_scan
     from .scan import scan as scan
+    from .tradeoff import tradeoff as tradeoff
 
 _HOMES: Final = {
     "is_recomputing": "ambient",
@@ -45,6 +46,7 @@ _HOMES: Final = {
     "plan_scan": "scan",
     "recurrent": "recurrent",
     "scan": "scan",
+    "tradeoff": "tradeoff",
 }
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "plan_scan",
     "recurrent",
     "scan",
+    "tradeoff",
 ]
 
 

@@ -9,22 +9,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 
-from . import __version__
+from . import __version__, options
 from .chains import Chain, Stage, Tape
 from .errors import InfeasibleBudget, RematError, UnsupportedChain
+from .options import option
 from .planners import names
 from .plans import BYTES, Plan, Units, plan, problem_in_slots
 from .report import text_picture
-from .sizes import parse_bytes
 
 app = typer.Typer(
     help="Train any network inside a memory budget, at the least extra compute, bit for bit.",
@@ -70,88 +69,37 @@ def _remat(
 # ---- remat plan
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _amount(text: str) -> int:
-    return 0 if text.strip() == "0" else _size(text)
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise typer.BadParameter(f"must be a number of milliseconds of at least 0, not {text!r}")
-    return number
-
-
-def _budget(text: str) -> int | float:
-    """Bytes as an int, a percentage as a float."""
-    if not text.strip().endswith("%"):
-        return _size(text)
-    try:
-        share = float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        share = 0.0
-    if not 0 < share < float("inf"):
-        raise typer.BadParameter(f"must be a size like '6MiB' or a percentage above 0 like '5%', not {text!r}")
-    return share
-
-
-def _output(text: str) -> str:
-    """A path that can be written, found out before the work is done."""
-    folder = os.path.dirname(text) or "."
-    if text != "-" and (os.path.isdir(text) or not os.access(folder, os.W_OK)):
-        raise typer.BadParameter(f"{text} cannot be written")
-    return text
-
-
-def _picture(text: str) -> str:
-    if not text.endswith((".png", ".svg", ".pdf")):
-        raise typer.BadParameter(f"a picture's name ends in .png, .svg or .pdf, not {text!r}")
-    return _output(text)
-
-
-def _option(parser: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
-    return typer.Option(*names, parser=parser, metavar=metavar, help=help)
-
-
 @app.command("plan")
 def _plan(
-    steps: Annotated[int, _option(_count, "N", "How often the step is applied.")],
-    carry: Annotated[int | None, _option(_amount, "SIZE", "What goes from a step to the next.")] = None,
+    steps: Annotated[int, option(options.count, "N", "How often the step is applied.")],
+    carry: Annotated[int | None, option(options.amount, "SIZE", "What goes from a step to the next.")] = None,
     tape: Annotated[
-        int | None, _option(_amount, "SIZE", "What autograd keeps of a step, the entering carry included.")
+        int | None,
+        option(options.amount, "SIZE", "What autograd keeps of a step, the entering carry included."),
     ] = None,
-    budget: Annotated[int | None, _option(_size, "SIZE", "The memory that there is.")] = None,
+    budget: Annotated[int | None, option(options.size, "SIZE", "The memory that there is.")] = None,
     slots: Annotated[
-        int | None, _option(_count, "N", "Instead, in the papers' units: internal states (ism) or hidden states.")
+        int | None,
+        option(options.count, "N", "Instead, in the papers' units: internal states (ism) or hidden states."),
     ] = None,
     alpha: Annotated[
-        int | None, _option(_count, "N", "With --slots: an internal state's cost in hidden states (2).")
+        int | None, option(options.count, "N", "With --slots: an internal state's cost in hidden states (2).")
     ] = None,
     planner: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(names())}.")] = "tight",
-    forward_ms: Annotated[float | None, _option(_milliseconds, "MS", "A step without a tape (1).")] = None,
-    record_ms: Annotated[float | None, _option(_milliseconds, "MS", "A step with its tape kept (as forward).")] = None,
-    backward_ms: Annotated[float | None, _option(_milliseconds, "MS", "Its backward (twice forward).")] = None,
-    workspace: Annotated[
-        int | None, _option(_amount, "SIZE", "Allocated and freed again within a step, and within its backward (0).")
+    forward_ms: Annotated[float | None, option(options.milliseconds, "MS", "A step without a tape (1).")] = None,
+    record_ms: Annotated[
+        float | None, option(options.milliseconds, "MS", "A step with its tape kept (as forward).")
     ] = None,
-    json_file: Annotated[str | None, _option(_output, "FILE", "Write the figures; '-' is stdout.", "--json")] = None,
+    backward_ms: Annotated[float | None, option(options.milliseconds, "MS", "Its backward (twice forward).")] = None,
+    workspace: Annotated[
+        int | None,
+        option(options.amount, "SIZE", "Allocated and freed again within a step, and within its backward (0)."),
+    ] = None,
+    json_file: Annotated[
+        str | None, option(options.output, "FILE", "Write the figures; '-' is stdout.", "--json")
+    ] = None,
     actions: Annotated[bool, typer.Option("--actions", help="With --json: write every action too.")] = False,
-    picture: Annotated[str | None, _option(_picture, "FILE", "Draw memory over time (.png, .svg, .pdf).")] = None,
+    picture: Annotated[str | None, option(options.picture, "FILE", "Draw memory over time (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Plan a chain of equal steps and explain the plan.
 
@@ -177,10 +125,10 @@ def _plan(
         raise typer.TyperException(
             f"--slots {slots}: too few for {planner}; the smallest that works is {least}"
         ) from None
-    with _writing("--picture", picture):
+    with options.writing("--picture", picture):
         if picture is not None:
             made.plot(picture)
-    with _writing("--json", json_file):
+    with options.writing("--json", json_file):
         if json_file is not None:
             _write_json(json_file, made, units, actions)
     if json_file != "-":
@@ -227,17 +175,6 @@ def _chain(
     return Chain.repeat(Stage(carry, (entry,), forward_s, workspace), steps)
 
 
-@contextmanager
-def _writing(option: str, path: str | None) -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise typer.TyperException(f"{option} {path}: cannot be written: {reason}") from None
-
-
 def _write_json(path: str, made: Plan, units: Units, actions: bool) -> None:
     """One JSON object; the actions are streamed, so that a million of them need no memory."""
     figures = {
@@ -249,7 +186,7 @@ def _write_json(path: str, made: Plan, units: Units, actions: bool) -> None:
         "seconds": made.seconds,
     }
     text = json.dumps(figures, indent=2)
-    _write(path, [text, "\n"] if not actions else _with_actions(text, made))
+    options.write(path, [text, "\n"] if not actions else _with_actions(text, made))
 
 
 def _with_actions(text: str, made: Plan) -> Iterator[str]:
@@ -258,11 +195,6 @@ def _with_actions(text: str, made: Plan) -> Iterator[str]:
     for position, action in enumerate(made.schedule):
         yield (",\n    " if position else "\n    ") + encode(action).decode()
     yield "\n  ]\n}\n"
-
-
-def _write(path: str, parts: Iterable[str]) -> None:
-    with nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8") as file:
-        file.writelines(parts)
 
 
 def _show(made: Plan, units: Units) -> None:
@@ -286,13 +218,17 @@ def _demo(
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What is read; Python's standard library if not given.")
     ] = None,
-    length: Annotated[int | None, _option(_count, "N", "How many characters gradients go back over (1000).")] = None,
-    budget: Annotated[
-        float | None, _option(_budget, "SIZE", "Bytes, or a percentage of what plain takes (5%).")
+    length: Annotated[
+        int | None, option(options.count, "N", "How many characters gradients go back over (1000).")
     ] = None,
-    iterations: Annotated[int | None, _option(_count, "N", "At most so many (20).")] = None,
-    json_file: Annotated[str | None, _option(_output, "FILE", "Write the figures; '-' is stdout.", "--json")] = None,
-    picture: Annotated[str | None, _option(_picture, "FILE", "Memory over time (demo.png).")] = None,
+    budget: Annotated[
+        float | None, option(options.budget, "SIZE", "Bytes, or a percentage of what plain takes (5%).")
+    ] = None,
+    iterations: Annotated[int | None, option(options.count, "N", "At most so many (20).")] = None,
+    json_file: Annotated[
+        str | None, option(options.output, "FILE", "Write the figures; '-' is stdout.", "--json")
+    ] = None,
+    picture: Annotated[str | None, option(options.picture, "FILE", "Memory over time (demo.png).")] = None,
 ) -> None:
     """Train a character LSTM on real text twice side by side: plainly, and within a budget."""
     from rich.console import Console
@@ -310,12 +246,114 @@ def _demo(
     console.print(f"A character LSTM reads {subject}, {length} characters at a time.")
     outcome = train(console, tokens, length=length, budget=budget or 0.05, iterations=iterations or 20)
     console.print(summary(outcome))
-    with _writing("--picture", picture):
+    with options.writing("--picture", picture):
         outcome.draw(picture)
     console.print(f"Memory over time: {picture}")
-    with _writing("--json", json_file):
+    with options.writing("--json", json_file):
         if json_file is not None:
-            _write(json_file, [json.dumps(outcome.figures(), indent=2), "\n"])
+            options.write(json_file, [json.dumps(outcome.figures(), indent=2), "\n"])
+
+
+# ---- remat curve
+
+
+@app.command("curve")
+def _curve(
+    steps: Annotated[int | None, option(options.count, "N", "How often the step is applied.")] = None,
+    carry: Annotated[int | None, option(options.amount, "SIZE", "What goes from a step to the next.")] = None,
+    tape: Annotated[
+        int | None, option(options.amount, "SIZE", "What autograd keeps of a step, the entering carry included.")
+    ] = None,
+    alpha: Annotated[
+        int | None, option(options.count, "N", "Instead, in the papers' units: an internal state's cost.")
+    ] = None,
+    forward_ms: Annotated[float | None, option(options.milliseconds, "MS", "A step without a tape (1).")] = None,
+    record_ms: Annotated[float | None, option(options.milliseconds, "MS", "With its tape kept (as forward).")] = None,
+    backward_ms: Annotated[float | None, option(options.milliseconds, "MS", "Its backward (twice forward).")] = None,
+    workspace: Annotated[int | None, option(options.amount, "SIZE", "Allocated and freed in passing (0).")] = None,
+    chain_file: Annotated[
+        Path | None, typer.Option("--chain", metavar="FILE", help="Instead, a chain as Chain.to_json writes it.")
+    ] = None,
+    json_file: Annotated[
+        str | None, option(options.output, "FILE", "Write the curve; '-' is stdout.", "--json")
+    ] = None,
+    picture: Annotated[str | None, option(options.picture, "FILE", "Draw the curve (.png, .svg, .pdf).")] = None,
+) -> None:
+    """All budgets and what an iteration takes within each, from the smallest to where more gains nothing.
+
+    In bytes: remat curve --steps 1000 --carry 32KiB --tape 120KiB
+
+    In the papers' units: remat curve --steps 1000 --alpha 5
+    """
+    from . import curves
+    from .tradeoff import tradeoff
+
+    sizes = {"--carry": carry, "--tape": tape, "--workspace": workspace}
+    times = {"--forward-ms": forward_ms, "--record-ms": record_ms, "--backward-ms": backward_ms}
+    _check_source(chain_file, {"--steps": steps, "--alpha": alpha, **sizes, **times})
+    units = BYTES
+    if chain_file is not None:
+        chain = _read_chain(chain_file)
+    elif alpha is not None:
+        chain, _, units = problem_in_slots("tight", steps or 0, 1, alpha)
+    else:
+        chain = _chain(steps or 0, carry or 0, tape or 0, workspace or 0, *times.values())
+    curve = tradeoff(chain)
+    with options.writing("--picture", picture):
+        if picture is not None:
+            curves.draw(picture, curve, units)
+    with options.writing("--json", json_file):
+        if json_file is not None:
+            options.write(json_file, [json.dumps(curves.figures(curve, units), indent=2), "\n"])
+    if json_file != "-":
+        curves.show(curve, units)
+
+
+def _check_source(chain_file: Path | None, given: Mapping[str, object]) -> None:
+    """A chain comes from a file, or from --steps with --alpha, or from --steps with sizes."""
+    named = [name for name, value in given.items() if value is not None]
+    if chain_file is not None:
+        if named:
+            raise typer.TyperException(f"--chain says all about the chain and excludes {', '.join(named)}")
+        return
+    if given["--steps"] is None:
+        raise typer.TyperException("--steps missing: give it with --carry and --tape or with --alpha, or --chain alone")
+    if given["--alpha"] is not None:
+        others = [name for name in named if name not in ("--steps", "--alpha")]
+        if others:
+            raise typer.TyperException(f"--alpha counts in the papers' units and excludes {', '.join(others)}")
+        return
+    missing = [name for name in ("--carry", "--tape") if given[name] is None]
+    if missing:
+        raise typer.TyperException(f"{', '.join(missing)} missing: give --carry and --tape, or --alpha alone")
+
+
+def _read_chain(path: Path) -> Chain:
+    try:
+        return Chain.from_json(path.read_bytes())
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise typer.TyperException(f"--chain {path}: {reason}") from None
+
+
+# ---- remat figures
+
+
+@app.command("figures")
+def _figures(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where pictures and tables go.")] = Path("figures"),
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter sequences, for a first look.")] = False,
+) -> None:
+    """The results of the two papers as pictures and CSV tables; one of them is measured on this machine."""
+    from .figures import NAMES, reproduce
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.TyperException(f"--out {out}: cannot be written: {error.strerror}") from None
+    with options.writing("--out", str(out)):
+        for number, (name, finding) in enumerate(reproduce(out, quick=quick), 1):
+            print(f"{number}/{len(NAMES)} {name}: {finding}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from .chains import Chain
-from .errors import InfeasibleBudget
+from .chains import INTERNAL_STATE, Chain
 from .planners import _unequal_bounds as bounds
-from .planners import keep_all, planner
+from .planners import hsm, ism, keep_all, planner
+from .planners._every_room import forward_runs
 from .planners._unequal_costs import costs
 from .planners._unequal_tables import Solved, solve
 from .planners._unequal_trace import trace
+from .planners.room import Room, smallest
 from .planners.unequal import flavour_of
 from .simulator import simulate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LONGEST: Final = 3000  # stages for which a table of all segments is made
-_SAMPLES: Final = 24
+_SHORT: Final = 100  # so many equal stages take no longer than unequal ones, whose tables leave nothing to a reserve
+_SAMPLES: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +81,14 @@ class Tradeoff:
 
 
 def tradeoff(chain: Chain, *, units: int = 500) -> Tradeoff:
-    """The curve of bytes against seconds.
+    """The curve of bytes against seconds: for one repeated stage that of `tight`, else that of `unequal`.
 
     Args:
         chain: stages and what they cost.
         units: how many budgets to tell apart; fewer if fewer are exact.
     """
-    if chain.length > _LONGEST and len(chain.runs) == 1:
-        return _sampled(chain)
+    if len(chain.runs) == 1 and (chain.length > _SHORT or chain.stage(0).menu[0].name == INTERNAL_STATE):
+        return _repeated(chain, units)
     problem, flavour = costs(chain), flavour_of(chain)
     most = bounds.keep_all(problem, flavour)
     solved = solve(problem, max(1, most.room), units)
@@ -117,17 +118,29 @@ def _curve(points: list[tuple[int, float]], unit_bytes: int, *, exact: bool) -> 
     return Tradeoff(budgets, np.array([seconds for _, seconds in kept]), unit_bytes, exact)
 
 
-def _sampled(chain: Chain) -> Tradeoff:
-    """For a repeated stage too often for a table of all segments: plans for a few budgets, in equal ratios."""
-    find = planner("tight")
-    try:
-        find(chain, 0)
-        smallest = 0
-    except InfeasibleBudget as refused:
-        smallest = refused.smallest_budget_bytes
-    fastest = min(keep_all.entries(chain), key=lambda entry: keep_all.seconds(chain, entry))
-    largest = keep_all.peak_bytes(chain, fastest)
-    budgets = np.unique(np.geomspace(max(1, smallest), max(1, smallest, largest), _SAMPLES).astype(np.int64))
-    budgets = np.append(np.maximum(budgets[:-1], smallest), max(smallest, largest))
-    points = [(int(budget), simulate(chain, find(chain, int(budget))).seconds) for budget in budgets]
-    return _curve(points, int(np.diff(budgets).max(initial=0)), exact=False)
+def _repeated(chain: Chain, units: int) -> Tradeoff:
+    """One repeated stage: every menu entry's table of all rooms, and what needs no table."""
+    papers = chain.stage(0).menu[0].name == INTERNAL_STATE  # there the paper's m says what may be used
+    least = smallest(chain).peak_bytes
+    points = [(least, simulate(chain, planner("constant")(chain, least)).seconds)]
+    if not papers:
+        points += [(keep_all.peak_bytes(chain, e), keep_all.seconds(chain, e)) for e in keep_all.entries(chain)]
+    unit_bytes, exact = 0, len(chain.stage(0).menu) == 1
+    for entry in range(len(chain.stage(0).menu)):
+        room = Room.of(chain, entry)
+        unit, found = forward_runs(room, units)
+        unit_bytes, exact = max(unit_bytes, unit), exact and unit > 0
+        start = -room.keep(0)
+        points += [(start + keep, room.seconds(runs)) for keep, runs in found]
+        points += [(start + keep, room.seconds(runs)) for keep, runs in _closed_forms(room)]
+    largest = min(budget for budget, seconds in points if seconds == min(seconds for _, seconds in points))
+    points = [point for point in points if point[0] <= largest]
+    return _curve(points, unit_bytes or -(-largest // units), exact=exact)
+
+
+def _closed_forms(room: Room) -> Iterator[tuple[int, int]]:
+    """(bytes kept, forward runs) of HSM and ISM, which round nothing, for numbers of slots in equal ratios."""
+    each = max(room.alone, room.more)
+    for slots in np.unique(np.geomspace(1, room.steps, _SAMPLES).astype(np.int64)).tolist():
+        yield (slots - 1) * room.carry, hsm.cost(room.steps, slots)
+        yield (slots - 1) * each, ism.cost(room.steps, slots)

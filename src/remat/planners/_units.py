@@ -24,14 +24,14 @@ class Units(msgspec.Struct, frozen=True):
     from_slot: int  # a recorded stage whose entering carry gives up its slot for it
 
     @classmethod
-    def of(cls, room: Room, keep: int) -> Units:
-        """The unit that wastes least, among those that leave few enough units."""
+    def of(cls, room: Room, keep: int, most: int = _MOST_UNITS) -> Units:
+        """The unit that wastes least, among those that leave at most `most` units."""
         sizes = (room.carry, room.alone, room.beside, room.more, room.alone - room.carry)
         keep = min(keep, room.steps * max(room.more, room.carry) + room.alone)
         exact = gcd(*sizes) or max(1, keep)
-        if keep // exact <= _MOST_UNITS:
+        if keep // exact <= most:
             return cls(room.steps, keep // exact, *(size // exact for size in sizes))
-        coarse = -(-keep // _MOST_UNITS)
+        coarse = -(-keep // most)
         tried = {coarse} | {-(-size // k) for size in sizes for k in range(1, _FINEST + 1)}
         unit = min((unit for unit in tried if unit >= coarse), key=lambda unit: _waste(sizes, unit))
         return cls(room.steps, keep // unit, *(-(-size // unit) for size in sizes))

@@ -32,7 +32,7 @@ LAYERS = {
         "sweeps",
         "trees",
     },
-    "L4": {"calls", "chunking", "layered", "recurrent", "scan"},
+    "L4": {"calls", "chunking", "knowledge", "layered", "recurrent", "scan"},
     "L5": {"cli", "demo", "figures", "options"},
 }
 WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"cli", "options"}

@@ -101,6 +101,7 @@ class Source(NamedTuple):
         name: what to call it.
         get, set, same: read its state, set it, compare two states.
         version: a number that changes whenever it changes, for what is large to read.
+        owner: what names its parts have in common: a type, a function's code.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Source(NamedTuple):
     set: Callable[[Any], object]
     same: Callable[[Any, Any], bool]
     version: Callable[[], int] | None = None
+    owner: Any = None
 
 
 def random_sources(devices: Iterable[torch.device], owned: Iterable[object] = ()) -> tuple[Source, ...]:
@@ -190,7 +192,16 @@ class States:
     @property
     def nbytes(self) -> int:
         """Bytes of the states of what is watched, as far as tensors hold them."""
-        return sum(self.start[n].nbytes for n in self.watched if isinstance(self.start[n], torch.Tensor))
+        return sum(map(_nbytes, (self.start[n] for n in self.watched)))
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes that a first pass holds for a moment to see whether anything has changed."""
+        return 2 * max(map(_nbytes, self.start), default=0)
+
+    def kept(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of states taken before `settle` what is still needed."""
+        return tuple(state if n in self.watched else None for n, state in enumerate(states)) if self.watched else ()
 
     def take(self) -> tuple[Any, ...]:
         """The states of now, as one value to keep with a carry."""
@@ -224,6 +235,8 @@ class States:
             raise LateChange(changed)
         self.take()
         self.watched = tuple(n for n in self.watched if not self.sources[n].same(self.start[n], self._last[n]))
+        self.start = tuple(state if n in self.watched else None for n, state in enumerate(self.start))
+        self._last = tuple(state if n in self.watched else None for n, state in enumerate(self._last))
 
     def _moved(self, number: int) -> bool:
         source = self.sources[number]
@@ -254,6 +267,10 @@ class States:
         finally:
             for number, state in zip(numbers, states, strict=True):
                 self.sources[number].set(state)
+
+
+def _nbytes(state: Any) -> int:
+    return state.nbytes if isinstance(state, torch.Tensor) else 0
 
 
 def _version(source: Source) -> int:
@@ -334,6 +351,33 @@ class Surroundings:
             yield
         finally:
             torch.clear_autocast_cache()
+
+
+def by_itself(job: Callable[[], T], surroundings: Surroundings) -> T:
+    """Run a job where no hook for saved tensors, no profiler and no running engine can see it: in a thread of its own.
+
+    Only if there is one of these; else it runs here.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    profiled = torch._C._autograd._profiler_enabled()
+    if hooks is None and not profiled and torch._C._current_graph_task_id() == -1:
+        return job()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with surroundings.entered():
+                results.append(job())
+        except BaseException as error:  # carried over to the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="remat: measuring a step")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors.pop()
+    return results.pop()
 
 
 def _missing(then: tuple[Any, ...], now: Iterable[Any]) -> Iterator[Any]:

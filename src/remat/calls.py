@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-import msgspec
 import torch
 
-from .ambient import States, Surroundings, random_sources, recomputing
-from .budgets import budget_bytes
+from .ambient import States, Surroundings, random_sources
 from .captures import reach, unseen_leaves
 from .errors import StepError
 from .inputs import Inputs, emptied, input_kind, is_sliced, with_tensor
 from .interpreter import Interpreter
 from .loops import Loop, Outputs, Step
-from .mutable import mutable_sources, refuse_hidden_gradients
-from .planners.room import smallest
-from .plans import Plan, plan
-from .profiler import STEPS, Costs, Sizes, Trial, profile
+from .mutable import mutable_sources
+from .profiler import Sizes
 from .recorded import (
     RecordedRange,
     Root,
-    can_need,
-    copied,
-    detached,
     needs_gradient,
     places_of,
-    sequence_number,
-    versions_of,
 )
 from .schedules import Action
 from .trees import Leaves, Structure
@@ -76,6 +66,7 @@ class Call:
         captured: tensors that the step can reach and that need a gradient.
         needs: leaves of a carry that are known to need a gradient.
         sources: streams, buffers, lists, ... whose state belongs to a carry.
+        modules: the modules that the step can reach.
         streams: the random streams among them, by number.
         watched: those that a first pass watches, by number.
     """
@@ -102,6 +93,7 @@ class Call:
         self.surroundings = Surroundings({device.type for device in devices})
         streams = random_sources(devices, reached.generators)
         self.sources = (*streams, *mutable_sources(reached))
+        self.modules = reached.modules
         self.streams = frozenset(range(len(streams)))
         self.watched = set(self.streams)
         self._buffers = [value for value in reached.changeable if isinstance(value, torch.Tensor)]
@@ -202,182 +194,6 @@ class Call:
 
 
 _NODES: Final = 512  # of every call's newest recorded ones are looked at for what the walk from the step had missed
-_KEPT: Final = 256  # steps and plans are remembered
-
-
-class _Memory(OrderedDict[Hashable, Any]):
-    """The latest results, by key."""
-
-    def recall(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        if key in self:
-            self.move_to_end(key)
-            found: Value = self[key]
-            return found
-        made = self[key] = make()
-        while len(self) > _KEPT:
-            self.popitem(last=False)
-        return made
-
-
-_natures, _costs, _plans = _Memory(), _Memory(), _Memory()
-
-
-def nature_of(call: Call) -> Nature:
-    """What the call's step does, seen in a first run or remembered.
-
-    Raises:
-        StepError: it does not do what a step must.
-        MissedTensors: it uses tensors that the call does not know of.
-    """
-    return _natures.recall(call.key(), lambda: _Discovery(call).nature())
-
-
-def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature, Plan]:
-    """The call's plan, made or remembered.
-
-    It depends on shapes and budget only, not on measured seconds, so processes that run the same step at the same
-    budget plan the same without a word between them.
-
-    Raises:
-        InfeasibleBudget: the budget is too small.
-        StepError, MissedTensors: as `nature_of`.
-    """
-    limit = budget_bytes(budget, call.device)
-    nature = nature_of(call)
-    key = call.key()
-    gradients = sum(leaf.nbytes for leaf in call.inputs.tensors() if leaf.requires_grad)
-    costs = _costs.recall(key, lambda: _measure(call, nature, limit, gradients))
-    chain = costs.chain(call.length, gradients)
-    if call.inputs.owned_bytes:
-        chain = msgspec.structs.replace(chain, output_bytes=chain.output_bytes + call.inputs.owned_bytes)
-    return nature, _plans.recall(
-        (key, call.length, gradients, call.inputs.owned_bytes, limit, planner), lambda: plan(chain, limit, planner)
-    )
-
-
-def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) -> Costs:
-    """The costs of one step, measured in small runs on copies of the carry."""
-    loop = call.loop(Outputs(STEPS), call.carry, call.inputs.leaves)
-    states = States(call.sources, nature.changes)
-    carry = _marked(copied(detached(call.carry)), nature.needs)
-
-    def start() -> Trial:
-        if loop.outputs is not None:
-            loop.outputs.flush()  # what waits from the trial before must not be released in the next
-        states.restart()
-        return Trial(call.interpreter(loop, nature, iter(()), carry, states, STEPS), arriving)
-
-    def arriving() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        assert loop.outputs is not None
-        outputs = zip(loop.outputs.buffers, nature.output_needs, strict=True)
-        adjoint = [torch.zeros_like(leaf) if needs_gradient(leaf) else None for leaf in _firsts(carry)]
-        return adjoint, [torch.zeros_like(buffer) if need else None for buffer, need in outputs]
-
-    def room_bytes(costs: Costs) -> int:
-        return limit - smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
-
-    with torch.enable_grad(), States(call.sources, call.watched | nature.changes).undisturbed():
-        return profile(start, nature.sizes, call.device, room_bytes)
-
-
-class _Discovery:
-    """Runs one step a few times, with and without autograd, and looks."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.loop = call.loop(None, call.carry, call.inputs.leaves)
-        self.states = States(call.sources)
-
-    def nature(self) -> Nature:
-        """What the step does.
-
-        Raises:
-            StepError: it breaks the contract of `scan`.
-            MissedTensors: it uses tensors that the call does not know of.
-        """
-        with recomputing(), self.states.undisturbed():
-            carry = copied(detached(self.call.carry))
-            before = versions_of(carry)
-            plain = self._without_autograd(carry)
-            copies = versions_of(carry) != before
-            needs = self.call.needs
-            while True:
-                after, outputs = self._record(needs)
-                wider = tuple(a or needs_gradient(b) for a, b in zip(needs, after, strict=True))
-                if wider == needs:
-                    break
-                needs = wider
-            changes = self._changes()
-        same = plain is not None and all(map(_same_bits, plain, [*after, *outputs]))
-        sizes = _sizes(needs, after, outputs)
-        return Nature(needs, tuple(map(needs_gradient, outputs)), copies, not same, changes, sizes)
-
-    def _without_autograd(self, carry: Leaves) -> Leaves | None:
-        """What the step returns when autograd is off; None if it cannot do without, as when it takes gradients."""
-        try:
-            with torch.no_grad(), self.call.surroundings.own_cast_cache():
-                after, outputs = self.loop.run(0, carry, self.loop.inputs(0, recording=False), first=True)
-        except StepError:
-            raise
-        except RuntimeError as error:
-            if "does not require grad" not in str(error):
-                raise
-            return None
-        return [*after, *outputs]
-
-    def _record(self, needs: tuple[bool, ...]) -> tuple[Leaves, Leaves]:
-        first_sequence = sequence_number()
-        self.states.restart()
-        with torch.enable_grad(), self.call.surroundings.own_cast_cache():
-            carry = _marked(copied(detached(self.call.carry)), needs)
-            inner = [leaf.clone() if needs_gradient(leaf) else leaf for leaf in carry]  # may be changed in place
-            inputs = self.loop.inputs(0, recording=True)
-            after, outputs = self.loop.run(0, inner, inputs, first=True)
-        known = [leaf for leaf in (*carry, *inputs) if needs_gradient(leaf)]
-        nodes = (leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf))
-        self.call.check_seen(nodes, known, first_sequence)
-        return after, outputs
-
-    def _changes(self) -> frozenset[int]:
-        """What the step changed beside its results."""
-        self.states.take()
-        start, end = self.states.start, self.states.take()
-        changed = [n for n, source in enumerate(self.call.sources) if not source.same(start[n], end[n])]
-        for number in set(changed) - self.call.streams:
-            refuse_hidden_gradients(self.call.sources[number], start[number], end[number])
-        return frozenset(changed)
-
-
-def _firsts(leaves: Leaves) -> Leaves:
-    """Every tensor at its first place only, None elsewhere."""
-    places = set(places_of(leaves))
-    return [leaf if place in places else None for place, leaf in enumerate(leaves)]
-
-
-def _marked(leaves: Leaves, needs: tuple[bool, ...]) -> Leaves:
-    for leaf, need in zip(leaves, needs, strict=True):
-        if need and can_need(leaf):
-            leaf.requires_grad_()
-    return leaves
-
-
-def _sizes(needs: tuple[bool, ...], carry: Leaves, outputs: Leaves) -> Sizes:
-    def size(leaves: Leaves, wanted: Iterable[bool]) -> int:
-        return sum(leaf.nbytes for leaf, want in zip(leaves, wanted, strict=True) if want and leaf is not None)
-
-    tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in outputs]
-    return Sizes(
-        output_bytes=size(tensors, [True] * len(tensors)),
-        output_gradient_bytes=size(tensors, map(needs_gradient, outputs)),
-        final_gradient_bytes=size(_firsts(carry), needs),
-    )
-
-
-def _same_bits(a: Any, b: Any) -> bool:
-    """Whether two results of the same step are equal; a NaN equals a NaN."""
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return True  # other values are compared by nobody: the step may make them anew each time
-    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _like(value: Any) -> Hashable:

@@ -13,8 +13,9 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from .ambient import is_random_source
 
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
 _LIBRARIES = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names}) - {"__main__", "__mp_main__"}
+_LOOKED_AT = 256  # values of a container that count as settings
+UNBOUND = object()
+moving: set[tuple[Any, Any]] = set()  # (owner, name) of plain values that steps were seen to change: no settings
 _CHANGEABLE = (list, dict, set, deque, types.GeneratorType, torch.nn.Module)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
@@ -44,7 +48,7 @@ class Reached:
     tensors: list[torch.Tensor] = field(default_factory=list)
     generators: list[object] = field(default_factory=list)
     modules: list[torch.nn.Module] = field(default_factory=list)
-    settings: list[int | str] = field(default_factory=list)
+    settings: list[Hashable] = field(default_factory=list)
     changeable: list[Any] = field(default_factory=list)
     codes: list[types.CodeType | type] = field(default_factory=list)
 
@@ -62,11 +66,7 @@ def reach(step: object) -> Reached:
     keep: list[Any] = []  # temporaries must outlive the walk, or their ids would be given out again
     while queue:
         value = queue.pop()
-        if isinstance(value, _ATOMS):
-            if isinstance(value, int | str):
-                found.settings.append(value)
-            continue
-        if id(value) in seen:
+        if isinstance(value, _ATOMS) or id(value) in seen:
             continue
         seen.add(id(value))
         keep.append(value)
@@ -85,8 +85,49 @@ def reach(step: object) -> Reached:
                 isinstance(value, _CHANGEABLE) or hasattr(value, "__next__") or not _is_library(_owner(value))
             ):
                 found.changeable.append(value)
+            found.settings.extend(_settings_of(value))
             queue.extend(reversed(list(_inside(value))))
     return found
+
+
+def _settings_of(value: Any) -> Iterator[Hashable]:
+    """Plain values beside an object that may change what a step does or costs, but for those that steps change."""
+    for owner, name, setting in _plain_values(value):
+        if isinstance(setting, _ATOMS) and (owner, name) not in moving:
+            # Of a number with a fraction it matters at most whether it is 0, as of a dropout's probability.
+            yield bool(setting) if isinstance(setting, float | complex) else _hashable(setting)
+
+
+def _plain_values(value: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """(owner, name, value) of what is directly in a value; the owner is what other values of its kind share."""
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        yield from (
+            (code, name, content_of(cell)) for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True)
+        )
+        yield from ((code, index, default) for index, default in enumerate(value.__defaults__ or ()))
+        yield from ((code, name, default) for name, default in (value.__kwdefaults__ or {}).items())
+        if not _is_library(value):
+            named = named_globals(code) & value.__globals__.keys()
+            yield from ((code, name, value.__globals__[name]) for name in sorted(named))
+    elif isinstance(value, dict):
+        yield from ((dict, name, item) for name, item in islice(value.items(), _LOOKED_AT))
+    elif isinstance(value, _CONTAINERS):
+        yield from ((type(value), None, item) for item in islice(value, _LOOKED_AT))
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, types.ModuleType | type):
+        yield from ((type(value), name, item) for name, item in vars(value).items())
+
+
+def _hashable(value: Any) -> Hashable:
+    return (value.start, value.stop, value.step) if isinstance(value, slice) else value
+
+
+def content_of(cell: types.CellType) -> Any:
+    """What a variable around a function holds."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not bound yet
+        return UNBOUND
 
 
 def _inside(value: Any) -> Iterator[Any]:
@@ -117,11 +158,7 @@ def _is_library(owner: Any) -> bool:
 
 
 def _inside_function(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a variable that is not bound yet
-            continue
+    yield from (content_of(cell) for cell in function.__closure__ or ())
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()
@@ -169,7 +206,7 @@ def named_globals(code: types.CodeType, *, assigned: bool = False) -> frozenset[
 
 
 def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
-    yield from (module._parameters, module._buffers, module._modules, bool(module.training))
+    yield from (module._parameters, module._buffers, module._modules)
     yield from (module._forward_hooks, module._forward_pre_hooks)
     private = inspect.get_annotations(torch.nn.Module).keys() | {"training"}
     yield from _not_atoms(value for name, value in vars(module).items() if name not in private)

@@ -119,6 +119,18 @@ class Interpreter:
         size = sum(self.caller.leaves[place].nbytes for place in places_of(self.caller.leaves)) if self.copies else 0
         return size + self.states.nbytes
 
+    def settle(self) -> None:
+        """The first pass is over: let go of the states of all that it left unchanged.
+
+        Raises:
+            LateChange, StepError: as `States.settle`.
+        """
+        self.states.settle()
+        ends = (recorded.end for recorded in self.ranges.values())
+        for boundary in (self.caller, self.live, *self.slots.values(), *ends):
+            if boundary is not None:
+                boundary.states = self.states.kept(boundary.states)
+
     # ---- the two halves
 
     def forward(self) -> Leaves:

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 
 from .ambient import Source
-from .captures import Reached, named_globals
+from .captures import UNBOUND, Reached, content_of, moving, named_globals
 from .errors import StepError
-
-_MISSING = object()
 
 
 def mutable_sources(reached: Reached) -> tuple[Source, ...]:
@@ -40,13 +38,19 @@ def _sources_of(value: Any) -> Iterator[Source]:
     elif isinstance(value, set):
         yield Source("a set", lambda: frozenset(value), lambda kept: _refill_set(value, kept), _equal)
     elif isinstance(value, dict):
-        yield Source("a dict", lambda: dict(value), lambda kept: _refill_dict(value, kept), _same_values)
+        yield Source("a dict", lambda: dict(value), lambda kept: _refill_dict(value, kept), _same_values, owner=dict)
     elif isinstance(value, types.GeneratorType) or _is_iterator(value):
         yield Source(f"a {type(value).__name__}", lambda: _progress(value), _cannot_rewind, _equal)
     else:
         name = f"an attribute of {type(value).__name__}"
         attributes = vars(value)
-        yield Source(name, lambda: dict(attributes), lambda kept: _refill_dict(attributes, kept), _same_values)
+        yield Source(
+            name,
+            lambda: dict(attributes),
+            lambda kept: _refill_dict(attributes, kept),
+            _same_values,
+            owner=type(value),
+        )
 
 
 def _tensor_source(tensor: torch.Tensor) -> Source:
@@ -65,23 +69,16 @@ def _cells_source(function: types.FunctionType) -> Source:
     cells = function.__closure__ or ()
 
     def get() -> tuple[Any, ...]:
-        return tuple(_content(cell) for cell in cells)
+        return tuple(content_of(cell) for cell in cells)
 
     def put(kept: tuple[Any, ...]) -> None:
         for cell, value in zip(cells, kept, strict=True):
-            if value is _MISSING:
+            if value is UNBOUND:
                 del cell.cell_contents
             else:
                 cell.cell_contents = value
 
-    return Source(f"a variable around {function.__name__}", get, put, _same_items)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
+    return Source(f"a variable around {function.__name__}", get, put, _same_items, owner=function.__code__)
 
 
 def _globals_source(function: types.FunctionType, names: list[str]) -> Source:
@@ -91,6 +88,7 @@ def _globals_source(function: types.FunctionType, names: list[str]) -> Source:
         lambda: {name: where[name] for name in names if name in where},
         lambda kept: where.update(kept),
         _same_values,
+        owner=function.__code__,
     )
 
 
@@ -148,6 +146,16 @@ def _same(a: Any, b: Any) -> bool:
 
 
 _VALUES = frozenset({int, float, complex, bool, str, bytes})
+
+
+def note_moving(source: Source, before: Any, after: Any) -> None:
+    """Remember which plain values a step changes, so that they do not make it look like another step next time."""
+    if isinstance(after, dict):
+        names = [name for name, value in after.items() if name not in before or not _same(value, before[name])]
+        moving.update((source.owner, name) for name in names)
+    elif isinstance(source.owner, types.CodeType):
+        pairs = zip(source.owner.co_freevars, before, after, strict=True)
+        moving.update((source.owner, name) for name, old, new in pairs if not _same(old, new))
 
 
 def refuse_hidden_gradients(source: Source, before: Any, after: Any) -> None:

@@ -70,6 +70,7 @@ class Costs:
         output_gradient_bytes: bytes of those that need a gradient.
         final_gradient_bytes: bytes of the carry's leaves that need a gradient.
         parameter_gradient_bytes: bytes of the gradients of captured tensors.
+        state_bytes: bytes of the states that are kept all the time: those at the start and those after the forward.
     """
 
     stage: Stage
@@ -77,17 +78,32 @@ class Costs:
     output_gradient_bytes: int
     final_gradient_bytes: int
     parameter_gradient_bytes: int
+    state_bytes: int = 0
 
     def chain(self, length: int, input_gradient_bytes: int) -> Chain:
         """The chain of `length` such steps."""
         return Chain.repeat(
             self.stage,
             length,
-            output_bytes=length * self.output_bytes,
+            output_bytes=length * self.output_bytes + self.state_bytes,
             output_gradient_bytes=length * self.output_gradient_bytes + self.final_gradient_bytes,
             input_gradient_bytes=input_gradient_bytes,
             parameter_gradient_bytes=self.parameter_gradient_bytes,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    """Bytes beside carries: stored with each, those of states alone, and those held in passing."""
+
+    stored: int
+    states: int
+    passing: int
+
+    @classmethod
+    def of(cls, interpreter: Interpreter) -> _Aside:
+        states = interpreter.states
+        return cls(interpreter.aside_bytes, states.nbytes, states.passing_bytes)
 
 
 @dataclass(slots=True)
@@ -127,7 +143,7 @@ def profile(
     with recomputing(), _no_collections():
         _run(start(), _SINGLY)  # what kernels and the step make once is made now
         singly, parameters = _metered(start(), _SINGLY, device)
-        aside = start().interpreter.aside_bytes
+        aside = _Aside.of(start().interpreter)
         costs = _costs(_tape(singly, None, aside), singly, sizes, parameters, aside)
         tape = costs.stage.menu[0]
         pairs: list[Phase] | None = None
@@ -189,21 +205,21 @@ def _with_seconds(tape: Tape, timed: list[list[tuple[Action, float]]]) -> Tape:
     return msgspec.structs.replace(tape, forward_s=_seconds(timed, Record), backward_s=_seconds(timed, Backward))
 
 
-def _tape(singly: list[Phase], pairs: list[Phase] | None, aside: int) -> Tape:
+def _tape(singly: list[Phase], pairs: list[Phase] | None, aside: _Aside) -> Tape:
     """The tape's sizes from what the phases gained; the rules of what is alive stand in `chains`.
 
     Args:
         singly, pairs: the phases of the two small schedules.
-        aside: bytes that are stored with a carry beside it.
+        aside: what there is beside carries.
     """
-    carry = singly[0].net_bytes + aside
+    carry = singly[0].net_bytes + aside.stored
     last = _phase(singly, Record(0, 1))  # its entering carry is the caller's: gains tape and leaving carry
     tape_bytes = max(last.net_bytes - carry, 0)
     inner = _phase(singly, Record(1, 2))  # its entering carry was live only: what remains of it is kept by the tape
-    entering = min(max(inner.net_bytes - tape_bytes, 0), carry)
+    entering = min(max(inner.net_bytes - tape_bytes - aside.stored, 0), carry)
     between = carry
     if pairs is not None:
-        between = min(max(_phase(pairs, Record(1, 3)).net_bytes - 2 * tape_bytes - entering, 0), carry)
+        between = min(max(_phase(pairs, Record(1, 3)).net_bytes - 2 * tape_bytes - entering - aside.stored, 0), carry)
     leaving = between if between > entering else 0
     backward = _phase(pairs, Backward(1, 3)) if pairs is not None else _phase(singly, Backward(1, 2))
     return Tape(
@@ -211,7 +227,8 @@ def _tape(singly: list[Phase], pairs: list[Phase] | None, aside: int) -> Tape:
         entering_bytes=entering,
         leaving_bytes=leaving,
         workspace_bytes=max(last.peak_bytes - tape_bytes - carry, 0),
-        backward_workspace_bytes=max(backward.peak_bytes + carry - leaving, 0),  # the leaving carry goes first
+        # The leaving carry goes before it begins. What a first pass holds in passing has room there too.
+        backward_workspace_bytes=max(backward.peak_bytes + carry - leaving, aside.passing),
     )
 
 
@@ -221,14 +238,17 @@ def _phase(phases: list[Phase], action: Action) -> Phase:
     return phases[actions.index(action)]
 
 
-def _costs(tape: Tape, singly: list[Phase], sizes: Sizes, parameters: int, aside: int, advance_s: float = 0.0) -> Costs:
+def _costs(
+    tape: Tape, singly: list[Phase], sizes: Sizes, parameters: int, aside: _Aside, advance_s: float = 0.0
+) -> Costs:
     carry, peak = singly[0].net_bytes, singly[0].peak_bytes
     return Costs(
-        Stage(carry + aside, (tape,), forward_s=advance_s, workspace_bytes=max(peak - carry, 0)),
+        Stage(carry + aside.stored, (tape,), forward_s=advance_s, workspace_bytes=max(peak - carry, 0)),
         sizes.output_bytes,
         sizes.output_gradient_bytes,
         sizes.final_gradient_bytes,
         parameters,
+        2 * aside.states,
     )
 
 

@@ -21,6 +21,7 @@ of modules or closures, nothing that another thread could see, and no way of rea
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,21 +123,37 @@ class Resume(torch.autograd.Function):
         return None, None, *gradients
 
 
+_hidden = threading.local()  # .tensors: ids of those whose hooks are set aside in this thread, with repetitions
+
+
+class _Hideable:
+    """A tensor's hook that keeps still while the tensor's hooks are set aside in the thread that runs it."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None], tensor_id: int) -> None:
+        self.hook, self.tensor_id = hook, tensor_id
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return None if self.tensor_id in getattr(_hidden, "tensors", ()) else self.hook(gradient)
+
+
 @contextmanager
 def hooks_set_aside(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Keep the tensors' own hooks and retained gradients out of the engine's calls in the body.
 
     They belong to the whole gradient, which the outer graph delivers, not to the parts that ranges add up.
     """
-    hooked = [(t._backward_hooks, dict(t._backward_hooks)) for t in tensors if t._backward_hooks]
+    for tensor in tensors:
+        hooks = tensor._backward_hooks or {}
+        for key, hook in hooks.items():
+            if not isinstance(hook, _Hideable):
+                hooks[key] = _Hideable(hook, id(tensor))
     retained = [(t, t.grad) for t in tensors if not t.is_leaf and t.retains_grad]
-    for hooks, _ in hooked:
-        hooks.clear()
+    before = getattr(_hidden, "tensors", ())
+    _hidden.tensors = (*before, *map(id, tensors))
     try:
         yield
     finally:
-        for hooks, kept in hooked:
-            hooks.update(kept)
+        _hidden.tensors = before
         for tensor, gradient in retained:
             tensor.grad = gradient
 

@@ -13,10 +13,11 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from .ambient import States, is_transformed, opaque, recomputing
-from .calls import Call, MissedTensors, Nature, plan_of
+from .calls import Call, MissedTensors, Nature
 from .errors import LateChange, LateGradient, StepError
 from .inputs import Inputs, checked_lengths, fetched, masked, packed_lengths, packed_like
 from .interpreter import Interpreter
+from .knowledge import plan_of
 from .loops import Loop, Outputs, Step
 from .plans import Plan
 from .recorded import needs_gradient, places_of
@@ -208,7 +209,7 @@ class _Scan(torch.autograd.Function):
         outputs = Outputs(call.length)
         try:
             run, loop, carry = _forward(call, nature, made, states, outputs, tensors)
-            states.settle()
+            run.settle()
         except (MissedTensors, LateGradient):
             states.restart()
             raise

@@ -7,31 +7,16 @@ of everything here grow with the number of rows, not with the number of stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Final
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from ._compiled import BOOL, INT, ROWS, compiled
+
 Curve = NDArray[np.int64]
-Function = TypeVar("Function", bound=Callable[..., object])
 
 NEVER: Final = 1 << 60
-INT: Final[Any] = numba.types.int64
-ROWS: Final[Any] = INT[:, ::1]
-LIST: Final[Any] = INT[::1]
-types: Final[Any] = numba.types
-
-
-def compiled(result: Any, *arguments: object, inner: bool = True) -> Callable[[Function], Function]:
-    """Compile for these types only: left to itself, numba would compile again for every constant that is passed.
-
-    What only other compiled functions call (`inner`) goes without a way in from Python, which takes time to compile.
-    """
-    jit: Any = numba.njit
-    options = {"cache": True, "error_model": "numpy", "no_cpython_wrapper": inner, "no_cfunc_wrapper": True}
-    return cast(Callable[[Function], Function], jit(result(*arguments), **options))
 
 
 def one_stage() -> Curve:
@@ -76,21 +61,15 @@ def append(rows: Curve, count: int, at: int, cost: int, slope: int) -> int:
     return count + 1
 
 
-@compiled(ROWS, ROWS, INT, INT, INT)
-def closed(rows: Curve, count: int, end: int, cost: int) -> Curve:
-    """The curve of the first `count` rows, ending at `end` with this cost."""
-    curve = np.empty((count + 1, 3), np.int64)
-    for row in range(count):
-        for column in range(3):
-            curve[row, column] = rows[row, column]
-    curve[count, 0], curve[count, 1], curve[count, 2] = end, cost, NEVER
-    return curve
-
-
-@compiled(ROWS, ROWS, ROWS, inner=False)
 def lower(a: Curve, b: Curve) -> Curve:
     """The smaller of two curves everywhere."""
-    rows = np.empty((3 * (len(a) + len(b)) + 4, 3), np.int64)
+    rows = np.empty((3 * (len(a) + len(b)) + 5, 3), np.int64)
+    return rows[: _lower(a, b, rows)].copy()
+
+
+@compiled(INT, ROWS, ROWS, ROWS, inner=False)
+def _lower(a: Curve, b: Curve, rows: Curve) -> int:
+    """Write that curve to `rows`; returns how many rows it has."""
     i = j = count = 0
     t, cost, end = 1, 1, max(a[-1, 0], b[-1, 0])
     while t < end:
@@ -112,19 +91,19 @@ def lower(a: Curve, b: Curve) -> Curve:
             room, slope = 1, min(a_cost + a_slope, b_cost + b_slope) - cost
         count = append(rows, count, t, cost, slope)
         t, cost = t + room, cost + room * slope
-    return closed(rows, count, t, cost)
+    return append(rows, count, t, cost, NEVER)
 
 
-@compiled(ROWS, ROWS, INT, inner=False)
 def capped(curve: Curve, cap: int) -> Curve:
     """The curve up to the last stage that it takes for an increment of at most `cap`."""
-    last = len(curve) - 1
-    while last > 0 and curve[last - 1, 2] > cap:
-        last -= 1
-    return closed(curve, last, curve[last, 0], curve[last, 1])
+    rows = np.flatnonzero(curve[:, 2] <= cap)
+    last = rows[-1] + 1 if len(rows) else 0
+    shorter = curve[: last + 1].copy()
+    shorter[last, 2] = NEVER
+    return shorter
 
 
-@compiled(types.boolean, ROWS, INT)
+@compiled(BOOL, ROWS, INT)
 def is_kink(curve: Curve, row: int) -> bool:
     """Whether increments grow at this row; both ends of the domain count."""
     return row == 0 or curve[row, 2] > curve[row - 1, 2]

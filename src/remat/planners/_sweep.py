@@ -22,24 +22,14 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ._curves import INT, LIST, NEVER, ROWS, Curve, append, closed, compiled, is_kink, types
+from ._compiled import INT, LIST, ROWS, compiled, types
+from ._curves import NEVER, Curve, append
 
 RIGHT, LEFT, FIRST = 0, 1, 2  # kinds of candidates in `level`
 # Columns of a candidate: kind, fixed part, its cost, increments around it, row looked at last, first t, and its bound.
 KIND, PART, PART_COST, BEFORE, AFTER, ROW, BORN, AT, COST, SLOPE, COLUMNS = range(11)
-
-
-@compiled(LIST, ROWS)
-def _cheapest_ahead(curve: Curve) -> NDArray[np.int64]:
-    """For every row the least increment from it on."""
-    least = np.empty(len(curve), np.int64)
-    smallest = NEVER
-    for row in range(len(curve) - 1, -1, -1):
-        smallest = min(smallest, curve[row, 2])
-        least[row] = smallest
-    return least
+_STEEP: Final = 1 << 20  # no bound needs to be steeper
 
 
 @compiled(types.UniTuple(INT, 4), ROWS, INT, INT, INT, INT)
@@ -52,16 +42,6 @@ def _look(curve: Curve, count: int, row: int, stages: int, known: int) -> tuple[
         return row, NEVER, NEVER, NEVER
     cost = curve[row, 1] + (slope * (stages - curve[row, 0]) if stages > curve[row, 0] else 0)
     return row, cost, slope, curve[row + 1, 0] if row + 1 < count else known
-
-
-@compiled(INT, ROWS, INT)
-def _last_within(curve: Curve, slope: int) -> int:
-    """The last number of stages that takes an increment of at most `slope`; 1 if none does."""
-    row = len(curve) - 1
-    while row > 0 and curve[row - 1, 2] > slope:
-        row -= 1
-    stages: int = curve[row, 0]
-    return stages
 
 
 class _Problem(NamedTuple):
@@ -77,50 +57,60 @@ class _Problem(NamedTuple):
 _PROBLEM: Final[Any] = types.NamedTuple((ROWS, LIST, ROWS, LIST, LIST), _Problem)
 
 
-@compiled(ROWS, ROWS, INT)
-def _with_space(rows: Curve, size: int) -> Curve:
-    """The array, or one of twice the length that begins like it."""
-    if size <= len(rows):
-        return rows
-    longer = np.empty((2 * len(rows), rows.shape[1]), np.int64)
-    for row in range(len(rows)):
-        for column in range(rows.shape[1]):
-            longer[row, column] = rows[row, column]
-    return longer
+@compiled(types.none, ROWS, LIST)
+def _look_ahead(curve: Curve, least: Curve) -> None:
+    """Write down for every row the least increment from it on."""
+    smallest = NEVER
+    for row in range(len(curve) - 1, -1, -1):
+        smallest = min(smallest, curve[row, 2])
+        least[row] = smallest
 
 
-@compiled(types.none, ROWS, INT, INT, INT, INT, INT)
-def _put(some: Curve, c: int, kind: int, part: int, part_cost: int, born: int) -> None:
+@compiled(INT, ROWS, INT)
+def _last_within(curve: Curve, slope: int) -> int:
+    """The last number of stages that takes an increment of at most `slope`; 1 if none does."""
+    row = len(curve) - 1
+    while row > 0 and curve[row - 1, 2] > slope:
+        row -= 1
+    stages: int = curve[row, 0]
+    return stages
+
+
+@compiled(types.none, ROWS, *[INT] * 7)
+def _put(some: Curve, c: int, kind: int, part: int, part_cost: int, before: int, after: int, born: int) -> None:
     some[c, KIND], some[c, PART], some[c, PART_COST], some[c, ROW], some[c, BORN] = kind, part, part_cost, 0, born
-    some[c, BEFORE], some[c, AFTER] = 0, NEVER
+    some[c, BEFORE], some[c, AFTER] = before, after
 
 
 @compiled(types.none, ROWS, INT, INT, INT, INT)
 def _bound(some: Curve, c: int, t: int, cost: int, slope: int) -> None:
     """From t on, candidate c costs at least this much, and at least `slope` more for every further stage."""
-    some[c, AT], some[c, COST], some[c, SLOPE] = t, cost, min(slope, 1 << 20)
+    some[c, AT], some[c, COST], some[c, SLOPE] = t, cost, min(slope, _STEEP)
 
 
-@compiled(types.Tuple((ROWS, INT)), _PROBLEM)
-def _initial(level: _Problem) -> tuple[Curve, int]:
-    """The candidates before the sweep, and how many they are."""
-    right = level.right
-    some = np.empty((64 + len(right), COLUMNS), np.int64)
-    _put(some, 0, FIRST, 0, 0, 2)
+@compiled(INT, ROWS, INT, _PROBLEM)
+def _begin(some: Curve, cap: int, level: _Problem) -> int:
+    """Write down bounds and the candidates before the sweep; returns how many these are."""
+    first, right = level.first, level.right
+    _look_ahead(first, level.first_ahead)
+    _look_ahead(right, level.right_ahead)
+    level.bounds[0] = 1
+    for s in range(1, cap + 2):
+        level.bounds[s] = max(_last_within(right, s) + level.bounds[s - 1] + 1, _last_within(first, s))
+    _put(some, 0, FIRST, 0, 0, 0, NEVER, 2)
     _bound(some, 0, 1, 1, level.first_ahead[0])
-    _put(some, 1, LEFT, 1, 2, 2)
+    _put(some, 1, LEFT, 1, 2, 0, NEVER, 2)
     _bound(some, 1, 2, 3, level.right_ahead[0])
-    size = 2
+    size, before = 2, 0
     for row in range(len(right)):
-        if is_kink(right, row):
-            n = right[row, 0]
-            _put(some, size, RIGHT, n, right[row, 1], n + 1)
+        n, after = right[row, 0], right[row, 2]
+        if after > before or row == 0:
+            # A right part of one stage is always there, so that F is never without a value.
+            _put(some, size, RIGHT, n, right[row, 1], before, after if row else NEVER, n + 1 if before <= 2 else NEVER)
             _bound(some, size, n + 1, right[row, 1] + 2, 2)
-            if row > 0:  # a right part of one stage is always there, so that F is never without a value
-                some[size, BEFORE], some[size, AFTER] = right[row - 1, 2], right[row, 2]
-                some[size, BORN] = n + 1 if right[row - 1, 2] <= 2 else NEVER
             size += 1
-    return some, size
+        before = after
+    return size
 
 
 @compiled(types.none, ROWS, INT, INT, INT, INT, INT, _PROBLEM)
@@ -129,8 +119,7 @@ def _bear_left(some: Curve, c: int, t: int, cost: int, before: int, after: int, 
     row, right = 0, level.right
     while row + 1 < len(right) and right[row, 2] < before + 1:
         row += 1
-    _put(some, c, LEFT, t, t + cost, t + right[row, 0])
-    some[c, AFTER] = after + 1
+    _put(some, c, LEFT, t, t + cost, 0, after + 1, t + right[row, 0])
     _bound(some, c, t + right[row, 0], t + cost + right[row, 1], level.right_ahead[row])
 
 
@@ -238,28 +227,42 @@ def _straight(
     return room, slope
 
 
-@compiled(ROWS, ROWS, ROWS, INT, INT, inner=False)
 def level(first: Curve, right: Curve, cap: int, steps: int) -> Curve:
     """F for up to `steps` stages, exact wherever an increment of at most `cap` leads to."""
-    bounds = np.empty(cap + 2, np.int64)
-    bounds[0] = 1
-    for s in range(1, cap + 2):
-        bounds[s] = max(_last_within(right, s) + bounds[s - 1] + 1, _last_within(first, s))
-    level = _Problem(first, _cheapest_ahead(first), right, _cheapest_ahead(right), bounds)
-    rows = np.empty((64, 3), np.int64)
-    rows[0, 0], rows[0, 1], rows[0, 2] = 1, 1, NEVER
-    some, size = _initial(level)
-    count, t, cost, reach, steepest = 0, 1, 1, 1, 1
-    while t < min(steps, max(right[-1, 0] + reach + 1, first[-1, 0])):
+    ahead = np.empty(len(first), np.int64), np.empty(len(right), np.int64)
+    level = _Problem(first, ahead[0], right, ahead[1], np.empty(cap + 2, np.int64))
+    rows, some = np.empty((64, 3), np.int64), np.empty((64 + len(right), COLUMNS), np.int64)
+    state = np.array([0, 1, 1, 1, 1, 0], np.int64)
+    while not _sweep(level, cap, steps, rows, some, state):
+        rows, some = _with_space(rows, state[0]), _with_space(some, state[-1])
+    return rows[: state[0]].copy()
+
+
+def _with_space(rows: Curve, used: int) -> Curve:
+    """The array, with more rows if hardly one is left."""
+    return rows if used + 3 < len(rows) else np.concatenate((rows, rows, rows))
+
+
+@compiled(types.boolean, _PROBLEM, INT, INT, ROWS, ROWS, LIST, inner=False)
+def _sweep(level: _Problem, cap: int, steps: int, rows: Curve, some: Curve, state: Curve) -> bool:
+    """Sweep on from where `state` says, write F to `rows`, candidates to `some`; False when one of them is full."""
+    count, t, cost, reach, steepest, size = state[0], state[1], state[2], state[3], state[4], state[5]
+    if t == 1:
+        rows[0, 2] = NEVER  # F of one stage, until it is known how it goes on
+        rows[0, 0], rows[0, 1] = 1, 1
+        size = _begin(some, cap, level)
+    ready = True
+    while t < min(steps, max(level.right[-1, 0] + reach + 1, level.first[-1, 0])):
+        if count + 3 >= len(rows) or size + 3 >= len(some):
+            ready = False
+            break
         size = _bury(some, size, t, level)
         room, slope = _straight(some, size, t, cost, steps, rows, count, level)
         if room == 0:
             room, slope = 1, _next_cost(some, size, t + 1, rows, count, level) - cost
         before = rows[count - 1, 2] if count else 0
-        rows = _with_space(rows, count + 2)
         count = append(rows, count, t, cost, slope)
         if slope > before and t > 1:
-            some = _with_space(some, size + 1)
             _bear_left(some, size, t, cost, before, slope, level)
             size += 1
         if slope > steepest:
@@ -268,4 +271,7 @@ def level(first: Curve, right: Curve, cap: int, steps: int) -> Curve:
         t, cost = t + room, cost + room * slope
         if slope < cap:
             reach = t
-    return closed(rows, count, t, cost)
+    if ready:
+        count = append(rows, count, t, cost, NEVER)
+    state[0], state[1], state[2], state[3], state[4], state[5] = count, t, cost, reach, steepest, size
+    return ready

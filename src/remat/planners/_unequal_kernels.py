@@ -11,14 +11,12 @@ from which nothing is gained (`high`), all in one pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-Function = TypeVar("Function", bound=Callable[..., object])
+from ._compiled import BOOL, INT, LIST, ROWS, compiled, types
 
 COUNTED: Final = 0
 FREE: Final = 1
@@ -27,10 +25,6 @@ NEVER: Final = 1 << 29
 _TOGETHER_TICKS: Final = 1 << 25
 
 Ticks = NDArray[np.int32]
-
-
-def _compiled(function: Function) -> Function:
-    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
 
 
 # Rows of `Problem.stages`, one column for every carry, and of `Problem.ways`; most are fields of `Costs`.
@@ -62,17 +56,24 @@ class Tables(NamedTuple):
     high: NDArray[np.int32]
 
 
-@_compiled
+_INT32S: Final[Any] = types.int32[::1]
+_CUBE: Final[Any] = INT[:, :, ::1]
+_CUBE32: Final[Any] = types.int32[:, :, ::1]
+_PROBLEM: Final[Any] = types.NamedTuple((ROWS, ROWS, ROWS, LIST), Problem)
+_TABLES: Final[Any] = types.NamedTuple((_INT32S, _CUBE, _CUBE32, _CUBE32), Tables)
+
+
+@compiled(INT, INT, INT)
 def _ceil(size: int, unit: int) -> int:
     return -((-size) // unit)
 
 
-@_compiled
+@compiled(INT, INT, INT, BOOL)
 def _taken(size: int, unit: int, down: bool) -> int:
     return size // unit if down else -((-size) // unit)
 
 
-@_compiled
+@compiled(INT, _TABLES, *[INT] * 4)
 def lookup(tables: Tables, flavour: int, s: int, column: int, room: int) -> int:
     """Ticks of a subproblem in a room of so many units."""
     low = tables.low[flavour, s, column]
@@ -82,7 +83,17 @@ def lookup(tables: Tables, flavour: int, s: int, column: int, room: int) -> int:
     return ticks
 
 
-@_compiled
+@compiled(INT, _PROBLEM, *[INT] * 4)
+def _recording(p: Problem, c: int, flavour: int, s: int, t: int) -> int:
+    """Bytes of room that way c needs while it records and while it is consumed."""
+    own = p.stages[CARRY, s] if flavour == COUNTED else 0
+    extra = p.ways[ENTERING, c] if flavour == COUNTED else 0
+    later = p.stages[GRADIENTS, p.ways[STOP, c]] - p.stages[GRADIENTS, t]
+    need: int = max(p.stages[BASE, t] + p.ways[NEED_FORWARD, c] + own, later + p.ways[NEED_BACKWARD, c] + extra)
+    return need
+
+
+@compiled(types.none, _INT32S, INT, INT, _INT32S, INT, INT, INT)
 def _better(now: Ticks, row: int, right: int, pool: Ticks, left: int, size: int, w: int) -> None:
     """now[row …] ← min(now[row …], w + now[right …] + pool[left …]), `size` rooms.
 
@@ -93,7 +104,7 @@ def _better(now: Ticks, row: int, right: int, pool: Ticks, left: int, size: int,
         now[a + i] = min(now[a + i], np.int32(np.int32(d + now[b + i]) + pool[c + i]))
 
 
-@_compiled
+@compiled(types.none, _INT32S, *[INT] * 4)
 def _better_flat(now: Ticks, row: int, right: int, size: int, w: int) -> None:
     """now[row …] ← min(now[row …], w + now[right …]), `size` rooms."""
     a, b, d = np.uint64(row), np.uint64(right), np.int32(w)
@@ -101,7 +112,7 @@ def _better_flat(now: Ticks, row: int, right: int, size: int, w: int) -> None:
         now[a + i] = min(now[a + i], np.int32(d + now[b + i]))
 
 
-@_compiled
+@compiled(types.none, _PROBLEM, _INT32S, *[INT] * 5, BOOL)
 def _record(p: Problem, now: Ticks, rooms: int, flavour: int, s: int, t: int, unit: int, down: bool) -> None:
     """All ways to record from stage s on, before the rest up to t is solved from the recorded range's end."""
     length = p.stages.shape[1] - 1
@@ -118,7 +129,7 @@ def _record(p: Problem, now: Ticks, rooms: int, flavour: int, s: int, t: int, un
             _better_flat(now, row, rest, rooms - low, p.ways[SECONDS, c])
 
 
-@_compiled
+@compiled(types.none, _PROBLEM, _TABLES, _INT32S, _INT32S, *[INT] * 5, BOOL)
 def _split(
     p: Problem,
     tables: Tables,
@@ -162,7 +173,7 @@ def _split(
             _better_flat(now, row + flat, right + flat, end - flat, w + rest)
 
 
-@_compiled
+@compiled(INT, _TABLES, _INT32S, *[INT] * 6)
 def _keep(tables: Tables, now: Ticks, row: int, rooms: int, flavour: int, s: int, column: int, used: int) -> int:
     """Put the part of a row that changes into the pool; returns how much of the pool is used then, −1 if too much."""
     low, high = row, row + rooms - 1
@@ -181,7 +192,7 @@ def _keep(tables: Tables, now: Ticks, row: int, rooms: int, flavour: int, s: int
     return used + size
 
 
-@_compiled
+@compiled(types.none, _TABLES, _INT32S, *[INT] * 7)
 def _copy(
     tables: Tables, now: Ticks, row: int, rooms: int, flavour: int, s: int, column: int, twin: int, its_column: int
 ) -> None:
@@ -201,35 +212,7 @@ def _copy(
             now[row + room] = pool[offset + high - low]
 
 
-@_compiled
-def fill(p: Problem, tables: Tables, rooms: int, unit: int, down: bool, together: int) -> int:
-    """Solve every subproblem for rooms 0 … rooms−1; returns how much of the pool is used, −1 if it is too small.
-
-    `together` ends t are taken at once, so that what lies in the pool of a stage s is read once for all of them; twins
-    must have ended before.
-    """
-    length = p.stages.shape[1] - 1
-    rows = 2 * (length + 1) * rooms
-    together = max(1, min(together, _TOGETHER_TICKS // rows))
-    now = np.empty(together * rows, dtype=np.int32)
-    low = np.empty(together * (length + 1), dtype=np.int32)
-    used = np.int64(0)
-    for first in range(0, len(p.ends), together):
-        ends = p.ends[first : first + together]
-        for i in range(len(ends)):
-            for room in range(rooms):
-                now[i * rows + (FREE * (length + 1) + ends[i]) * rooms + room] = 0
-        for s in range(ends[len(ends) - 1] - 1, -1, -1):
-            for i in range(len(ends)):
-                if ends[i] > s:
-                    here = now[i * rows : (i + 1) * rows]
-                    used = _solve(p, tables, here, low[i * (length + 1) :], rooms, s, ends[i], unit, down, used)
-                    if used < 0:
-                        return used
-    return used
-
-
-@_compiled
+@compiled(INT, _PROBLEM, _TABLES, _INT32S, _INT32S, *[INT] * 4, BOOL, INT)
 def _solve(
     p: Problem,
     tables: Tables,
@@ -266,7 +249,35 @@ def _solve(
     return used
 
 
-@_compiled
+@compiled(INT, _PROBLEM, _TABLES, INT, INT, BOOL, INT, inner=False)
+def fill(p: Problem, tables: Tables, rooms: int, unit: int, down: bool, together: int) -> int:
+    """Solve every subproblem for rooms 0 … rooms−1; returns how much of the pool is used, −1 if it is too small.
+
+    `together` ends t are taken at once, so that what lies in the pool of a stage s is read once for all of them; twins
+    must have ended before.
+    """
+    length = p.stages.shape[1] - 1
+    rows = 2 * (length + 1) * rooms
+    together = max(1, min(together, _TOGETHER_TICKS // rows))
+    now = np.empty(together * rows, dtype=np.int32)
+    low = np.empty(together * (length + 1), dtype=np.int32)
+    used = 0
+    for first in range(0, len(p.ends), together):
+        ends = p.ends[first : first + together]
+        for i in range(len(ends)):
+            for room in range(rooms):
+                now[i * rows + (FREE * (length + 1) + ends[i]) * rooms + room] = 0
+        for s in range(ends[len(ends) - 1] - 1, -1, -1):
+            for i in range(len(ends)):
+                if ends[i] > s:
+                    here = now[i * rows : (i + 1) * rows]
+                    used = _solve(p, tables, here, low[i * (length + 1) :], rooms, s, ends[i], unit, down, used)
+                    if used < 0:
+                        return used
+    return used
+
+
+@compiled(types.UniTuple(INT, 2), _PROBLEM, _TABLES, _CUBE, *[INT] * 6, inner=False)
 def choose(
     p: Problem, tables: Tables, least: NDArray[np.int64], flavour: int, s: int, t: int, room: int, unit: int, hope: int
 ) -> tuple[int, int]:
@@ -302,37 +313,7 @@ def choose(
     return best, option
 
 
-@_compiled
-def _recording(p: Problem, c: int, flavour: int, s: int, t: int) -> int:
-    """Bytes of room that way c needs while it records and while it is consumed."""
-    own = p.stages[CARRY, s] if flavour == COUNTED else 0
-    extra = p.ways[ENTERING, c] if flavour == COUNTED else 0
-    later = p.stages[GRADIENTS, p.ways[STOP, c]] - p.stages[GRADIENTS, t]
-    return max(p.stages[BASE, t] + p.ways[NEED_FORWARD, c] + own, later + p.ways[NEED_BACKWARD, c] + extra)
-
-
-@_compiled
-def least_rooms(p: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The smallest room of every subproblem in bytes, and what to do in it; of several, what takes the fewest ticks."""
-    length = p.stages.shape[1] - 1
-    shape = (2, length + 1, len(p.ends))
-    room, ticks, option = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    for end in range(len(p.ends)):
-        t = p.ends[end]
-        for s in range(t - 1, -1, -1):
-            for flavour in range(2):
-                if flavour == COUNTED and not p.stages[IS_SITE, s]:
-                    continue
-                if s >= t - p.stages[TWIN_REACH, t]:
-                    _copy_least(p, room, ticks, option, flavour, s, t)
-                    continue
-                room[flavour, s, end] = np.iinfo(np.int64).max
-                _least_recording(p, room, ticks, option, flavour, s, t)
-                _least_splitting(p, room, ticks, option, flavour, s, t)
-    return room, option
-
-
-@_compiled
+@compiled(types.none, _PROBLEM, _CUBE, _CUBE, _CUBE, *[INT] * 3)
 def _copy_least(
     p: Problem,
     room: NDArray[np.int64],
@@ -351,7 +332,7 @@ def _copy_least(
     option[flavour, s, end] = found - shift if found < 0 else way
 
 
-@_compiled
+@compiled(types.none, _PROBLEM, _CUBE, _CUBE, _CUBE, *[INT] * 3)
 def _least_recording(
     p: Problem,
     room: NDArray[np.int64],
@@ -374,7 +355,7 @@ def _least_recording(
             room[flavour, s, end], ticks[flavour, s, end], option[flavour, s, end] = need, time, c
 
 
-@_compiled
+@compiled(types.none, _PROBLEM, _CUBE, _CUBE, _CUBE, *[INT] * 3)
 def _least_splitting(
     p: Problem,
     room: NDArray[np.int64],
@@ -392,3 +373,24 @@ def _least_splitting(
         time = p.stages[FORWARD, k] - p.stages[FORWARD, s] + ticks[COUNTED, k, end] + ticks[flavour, s, column]
         if need < room[flavour, s, end] or (need == room[flavour, s, end] and time < ticks[flavour, s, end]):
             room[flavour, s, end], ticks[flavour, s, end], option[flavour, s, end] = need, time, -k
+
+
+@compiled(types.UniTuple(_CUBE, 2), _PROBLEM, inner=False)
+def least_rooms(p: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The smallest room of every subproblem in bytes, and what to do in it; of several, what takes the fewest ticks."""
+    length = p.stages.shape[1] - 1
+    shape = (2, length + 1, len(p.ends))
+    room, ticks, option = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for end in range(len(p.ends)):
+        t = p.ends[end]
+        for s in range(t - 1, -1, -1):
+            for flavour in range(2):
+                if flavour == COUNTED and not p.stages[IS_SITE, s]:
+                    continue
+                if s >= t - p.stages[TWIN_REACH, t]:
+                    _copy_least(p, room, ticks, option, flavour, s, t)
+                    continue
+                room[flavour, s, end] = np.iinfo(np.int64).max
+                _least_recording(p, room, ticks, option, flavour, s, t)
+                _least_splitting(p, room, ticks, option, flavour, s, t)
+    return room, option

@@ -141,10 +141,10 @@ x = torch.randn(1024, 1024)
 def work():
     h = x
     for _ in range(24):
-        h = torch.tanh(h @ w)
+        h = torch.tanh(h * w)
     h.sum().backward()
 
-remat.measure(lambda: torch.tanh(x[:64] @ w).sum().backward())  # libraries are loaded
+remat.measure(lambda: torch.tanh(x[:64] * w[:64]).sum().backward())  # libraries are loaded
 w.grad = None
 open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts from here
 before = now()

@@ -27,13 +27,13 @@ def check(name: str, level: str, loss: str) -> None:
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("level", ["ample", "half", "tight", "constant"])
+@pytest.mark.parametrize("level", ["ample", "tight", "constant"])
 @programs
 def test_every_program_at_every_budget(name: str, level: str) -> None:
     check(name, level, "everything")
 
 
-@pytest.mark.parametrize("loss", ["final carry", "one step", "one leaf"])
+@pytest.mark.parametrize("loss", ["final carry", "one step"])
 @programs
 def test_every_program_for_every_loss(name: str, loss: str) -> None:
     check(name, "tight", loss)

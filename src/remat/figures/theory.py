@@ -30,7 +30,7 @@ def lengths(quick: bool) -> Figure:
     return Figure(
         f"{PAPER}, sections 3.1 and 3.2: cost against length, theory",
         "One iteration's forward runs; a backward, 2 more a step, is not counted.",
-        f"1000 steps, 50 internal states: {ism.cost(1000, 50) / 1000:.3f} forward runs a step, {headline:.3f} × the time",
+        f"1000 steps, 50 slots of ISM: {ism.cost(1000, 50) / 1000:.3f} forward runs a step, {headline:.3f} × the time",
         ("strategy", "slots", "steps", "forward_runs", "forward_runs_a_step"),
         rows,
         panels,
@@ -83,12 +83,17 @@ def _strategies(steps: int, alpha: int, most: int) -> list[tuple[str, list[tuple
 def tight(quick: bool) -> Figure:
     """How much the tight MSM saves over the paper's, in runs at equal memory."""
     steps, most = (200, 200) if quick else (1000, 600)
-    rows, lines, best = [], [], (0.0, 0, 0)
+    rows, lines, curves, best = [], [], [], (0.0, 0, 0)
     for alpha, colour in zip((2, 3, 6, 11), COLOURS, strict=False):
         paper, ours = (costs.mixed(steps, alpha, most, tight=each) for each in (False, True))
         saved = [100 * (1 - b / a) for a, b in zip(paper, ours, strict=True)]
         rows += [(alpha, m, a, b, s) for m, (a, b, s) in enumerate(zip(paper, ours, saved, strict=True), 1)]
-        lines.append(Line(f"α = {alpha}", range(1, most + 1), saved, colour))
+        units = range(1, most + 1)
+        lines.append(Line(f"α = {alpha}", units, saved, colour, "."))
+        curves += [
+            Line(f"α = {alpha}", units, [cost / steps for cost in paper], colour),
+            Line("", units, [cost / steps for cost in ours], colour, ":"),
+        ]
         best = max(best, max((s, alpha, m) for m, s in enumerate(saved, 1)))
     return Figure(
         f"{PAPER}, section 3.3: the paper's MSM and the tight one, {steps} steps",
@@ -96,7 +101,10 @@ def tight(quick: bool) -> Figure:
         f"the tight MSM saves up to {best[0]:.2f} % of the forward runs (α = {best[1]}, {best[2]} hidden states)",
         ("alpha", "hidden_states", "paper_forward_runs", "tight_forward_runs", "saved_percent"),
         rows,
-        [Panel("What the tight recurrence saves", _UNITS, "forward runs saved, %", lines, log_y=False)],
+        [
+            Panel("The paper's (lines) and the tight one (dotted)", _UNITS, _RUNS, curves, most_y=20),
+            Panel("What the tight one saves", _UNITS, "forward runs saved, %", lines, log_y=False),
+        ],
     )
 
 
@@ -112,7 +120,7 @@ def against_chen(quick: bool) -> Figure:
             values = [float(numbers[column]) / (t * (1 + beta)) for t, numbers in zip(steps, found, strict=True)]
             shares.append(Line(f"{label}, β = {beta}", steps, values, colour, style))
         speeds.append(Line(f"MSM, β = {beta}", steps, [numbers[4] for numbers in found], colour, "o-"))
-        speeds.append(Line(f"Chen √t, β = {beta}", steps, [numbers[5] for numbers in found], colour, "s--"))
+    speeds.append(Line("Chen √t, every β", steps, [float(str(row[-1])) for row in rows[: len(steps)]], _GREY, "s--"))
     last = {beta: rows[k * len(steps) + len(steps) - 1] for k, beta in enumerate(BETAS)}
     times = ", ".join(f"{float(str(row[5])) / float(str(row[3])):.2f}" for row in last.values())
     return Figure(
@@ -157,10 +165,11 @@ def bounds(quick: bool) -> Figure:
             binomial = [costs.binomial_bound(t, m, internal=internal) / t for t in steps]
             rows += [(name, m, *numbers) for numbers in zip(steps, exact, general, binomial, strict=True)]
             lines += [
-                Line(f"{m} slots, exact", steps, exact, colour),
-                Line("m·t^(1+1/m)", steps, general, colour, ":"),
-                Line("a·t" if internal else "(a+1)·t", steps, binomial, colour, "--"),
+                Line(f"{m} slots", steps, exact, colour),
+                Line("", steps, general, colour, ":"),
+                Line("", steps, binomial, colour, "--"),
             ]
+        lines += [Line("m·t^(1+1/m)", [], [], _GREY, ":"), Line("a·t" if internal else "(a+1)·t", [], [], _GREY, "--")]
         panels.append(Panel(f"{name}: exact costs and their bounds", "steps of the sequence", _RUNS, lines))
     return Figure(
         f"{PAPER}, Appendix B: upper bounds over the exact costs",

@@ -17,6 +17,8 @@ from strategies import chains
 
 ANY_CHAIN = ("keep-all", "constant", "sqrt", "recursive")
 REPEATED = ("hsm", "ism", "msm", "tight")
+FEW = settings(max_examples=settings().max_examples * 2 // 5)
+FEWER = settings(max_examples=settings().max_examples // 5)
 KEEP_WHAT_FITS = ("keep-all", "sqrt", "ism", "msm", "tight")
 
 
@@ -49,6 +51,7 @@ def budgets(chain: Chain) -> st.SearchStrategy[int]:
 
 
 @pytest.mark.parametrize("name", ANY_CHAIN + REPEATED)
+@FEW
 @given(data=st.data())
 def test_legal_and_inside_the_budget_or_a_budget_that_works(name: str, data: st.DataObject) -> None:
     chain = data.draw(chains_for(name))
@@ -66,7 +69,7 @@ def test_legal_and_inside_the_budget_or_a_budget_that_works(name: str, data: st.
 
 
 @pytest.mark.parametrize("name", KEEP_WHAT_FITS)
-@settings(max_examples=40)
+@FEWER
 @given(chain=chains(most_entries=1))
 def test_keeps_all_as_soon_as_all_fits(name: str, chain: Chain) -> None:
     budget = keep_all.peak_bytes(chain, 0)
@@ -75,7 +78,7 @@ def test_keeps_all_as_soon_as_all_fits(name: str, chain: Chain) -> None:
 
 
 @pytest.mark.parametrize("name", REPEATED)
-@settings(max_examples=40)
+@FEWER
 @given(data=st.data())
 def test_more_memory_never_takes_longer(name: str, data: st.DataObject) -> None:
     chain = data.draw(chains())
@@ -84,7 +87,7 @@ def test_more_memory_never_takes_longer(name: str, data: st.DataObject) -> None:
     assert judged(name, chain, high).seconds <= judged(name, chain, low).seconds + 1e-9
 
 
-@settings(max_examples=50)
+@FEW
 @given(chain=chains(), data=st.data())
 def test_tight_is_never_slower_than_the_papers(chain: Chain, data: st.DataObject) -> None:
     budget = data.draw(budgets(chain))
@@ -95,7 +98,7 @@ def test_tight_is_never_slower_than_the_papers(chain: Chain, data: st.DataObject
 
 
 @pytest.mark.parametrize("name", ANY_CHAIN + REPEATED)
-@settings(max_examples=30)
+@FEWER
 @given(data=st.data())
 def test_schedules_can_be_saved_printed_and_run_again(name: str, data: st.DataObject) -> None:
     chain = data.draw(chains_for(name))

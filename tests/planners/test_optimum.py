@@ -30,7 +30,7 @@ def room_of(sizes: Sizes, steps: int, free_start: bool) -> tuple[Chain, Room]:
     return chain, Room.of(chain)
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples * 3 // 5)
 @given(problems(most_steps=5, most_keep=24))
 def test_tight_equals_the_best_of_all_legal_schedules(problem: tuple[Sizes, int, int, bool]) -> None:
     sizes, steps, keep, free_start = problem
@@ -42,7 +42,7 @@ def test_tight_equals_the_best_of_all_legal_schedules(problem: tuple[Sizes, int,
     assert runs == fewest_forward_runs(sizes, steps, keep + room.start_bytes, free_start=free_start)
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 4)
 @given(problems(most_steps=90, most_keep=50))
 def test_curves_equal_the_plain_recurrence(problem: tuple[Sizes, int, int, bool]) -> None:
     sizes, steps, keep, free_start = problem
@@ -52,7 +52,6 @@ def test_curves_equal_the_plain_recurrence(problem: tuple[Sizes, int, int, bool]
     assert runs == dense_costs(sizes, steps, keep, free_start=free_start)
 
 
-@settings(max_examples=100)
 @given(st.lists(st.integers(1, 5), max_size=20), st.lists(st.integers(1, 5), max_size=20))
 def test_the_lower_of_two_curves(left: list[int], right: list[int]) -> None:
     def curve(slopes: list[int]) -> _curves.Curve:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracle_unequal import frontier
@@ -64,7 +64,7 @@ def _random_chain(random: Random, length: int) -> Chain:
     return Chain(tuple((stage, 1) for stage in stages), carry[-1], random.random() < 0.5)
 
 
-@pytest.mark.parametrize(("length", "seed"), [(2, k) for k in range(20)] + [(3, k) for k in range(15)] + [(4, 1)])
+@pytest.mark.parametrize(("length", "seed"), [(2, k) for k in range(12)] + [(3, k) for k in range(10)] + [(4, 1)])
 def test_no_legal_schedule_is_better(length: int, seed: int) -> None:
     chain = _random_chain(Random(f"{length} {seed}"), length)
     best = frontier(chain)
@@ -75,7 +75,7 @@ def test_no_legal_schedule_is_better(length: int, seed: int) -> None:
     assert refused.value.smallest_budget_bytes == best[-1].peak_bytes
 
 
-@settings(max_examples=50)
+@settings(max_examples=settings().max_examples // 4)
 @given(chain=chains(3))
 def test_only_schedules_of_another_kind_can_be_better(chain: Chain) -> None:
     for found in frontier(chain):
@@ -132,14 +132,14 @@ def test_when_everything_fits_nothing_is_run_twice(chain: Chain) -> None:
     assert simulation.seconds == sum(min(t.forward_s + t.backward_s for t in s.menu) for s, _ in chain.runs)
 
 
-@settings(max_examples=40)
-@given(chain=chains(3), data=st.data())
-def test_the_bound_holds_for_every_legal_schedule(chain: Chain, data: st.DataObject) -> None:
-    found = data.draw(st.sampled_from(frontier(chain)))
-    try:
-        assert solve(chain, found.peak_bytes).lower_bound_s <= found.seconds + 1e-9
-    except InfeasibleBudget:
-        assume(False)
+@settings(max_examples=settings().max_examples // 10)
+@given(chain=chains(3))
+def test_the_bound_holds_for_every_legal_schedule(chain: Chain) -> None:
+    for found in frontier(chain):
+        try:
+            assert solve(chain, found.peak_bytes).lower_bound_s <= found.seconds + 1e-9
+        except InfeasibleBudget:
+            continue
 
 
 def test_equal_segments_share_their_answer() -> None:

@@ -10,6 +10,7 @@ import functools
 import random
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -358,6 +359,12 @@ def by_itself(job: Callable[[], T], surroundings: Surroundings) -> T:
 
     Only if there is one of these; else it runs here.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first run of the step will say what there is to say
+        return _by_itself(job, surroundings)
+
+
+def _by_itself(job: Callable[[], T], surroundings: Surroundings) -> T:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     profiled = torch._C._autograd._profiler_enabled()
     if hooks is None and not profiled and torch._C._current_graph_task_id() == -1:

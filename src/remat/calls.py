@@ -67,6 +67,7 @@ class Call:
         needs: leaves of a carry that are known to need a gradient.
         sources: streams, buffers, lists, ... whose state belongs to a carry.
         modules: the modules that the step can reach.
+        fixed: tensors that it can reach and must leave as they are.
         streams: the random streams among them, by number.
         watched: those that a first pass watches, by number.
     """
@@ -94,6 +95,7 @@ class Call:
         streams = random_sources(devices, reached.generators)
         self.sources = (*streams, *mutable_sources(reached))
         self.modules = reached.modules
+        self.fixed = reached.fixed
         self.streams = frozenset(range(len(streams)))
         self.watched = set(self.streams)
         self._buffers = [value for value in reached.changeable if isinstance(value, torch.Tensor)]

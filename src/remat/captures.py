@@ -11,6 +11,7 @@ import dis
 import functools
 import inspect
 import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
@@ -24,6 +25,7 @@ from .ambient import is_random_source
 
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
 _LIBRARIES = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names}) - {"__main__", "__mp_main__"}
+_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")})
 _LOOKED_AT = 256  # values of a container that count as settings
 UNBOUND = object()
 moving: set[tuple[Any, Any]] = set()  # (owner, name) of plain values that steps were seen to change: no settings
@@ -40,8 +42,9 @@ class Reached:
         generators: every generator of random numbers that is not a module's global one.
         modules: every `torch.nn.Module`.
         settings: small values beside them that may change what a step costs (flags, counts, names).
-        changeable: everything that a step could change: tensors without gradient, containers, objects, functions
-            with variables around them.
+        changeable: everything that a step could change: buffers, containers, objects, functions with variables around
+            them.
+        fixed: tensors without gradient that are no buffers, which a step must leave as they are.
         codes: the code of functions, and the types of other objects: what the step does.
     """
 
@@ -50,6 +53,7 @@ class Reached:
     modules: list[torch.nn.Module] = field(default_factory=list)
     settings: list[Hashable] = field(default_factory=list)
     changeable: list[Any] = field(default_factory=list)
+    fixed: list[torch.Tensor] = field(default_factory=list)
     codes: list[types.CodeType | type] = field(default_factory=list)
 
     def differentiable(self) -> list[torch.Tensor]:
@@ -72,8 +76,8 @@ def reach(step: object) -> Reached:
         keep.append(value)
         if isinstance(value, torch.Tensor):
             found.tensors.append(value)
-            if not value.requires_grad and id(value) in buffers:
-                found.changeable.append(value)
+            if not value.requires_grad:
+                (found.changeable if id(value) in buffers else found.fixed).append(value)
         elif is_random_source(value):
             found.generators.append(value)
         else:
@@ -107,7 +111,7 @@ def _plain_values(value: Any) -> Iterator[tuple[Any, Any, Any]]:
         )
         yield from ((code, index, default) for index, default in enumerate(value.__defaults__ or ()))
         yield from ((code, name, default) for name, default in (value.__kwdefaults__ or {}).items())
-        if not _is_library(value):
+        if not _is_installed(value.__module__):
             named = named_globals(code) & value.__globals__.keys()
             yield from ((code, name, value.__globals__[name]) for name in sorted(named))
     elif isinstance(value, dict):
@@ -157,12 +161,22 @@ def _is_library(owner: Any) -> bool:
     return (getattr(owner, "__module__", None) or "builtins").partition(".")[0] in _LIBRARIES
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_installed(module: str | None) -> bool:
+    """Whether a module was installed rather than written beside the step: its own globals are of no concern to it."""
+    root = (module or "builtins").partition(".")[0]
+    if root in _LIBRARIES:
+        return True
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    return file.startswith(_INSTALLED)
+
+
 def _inside_function(function: types.FunctionType) -> Iterator[Any]:
     yield from (content_of(cell) for cell in function.__closure__ or ())
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()
-    if not _is_library(function):
+    if not _is_installed(function.__module__):
         yield from _named_globals(function)
 
 
@@ -174,7 +188,7 @@ def _named_globals(function: types.FunctionType) -> Iterator[Any]:
         if not isinstance(value, types.ModuleType):
             if not isinstance(value, _ATOMS):
                 yield value
-        elif value.__name__.partition(".")[0] not in _LIBRARIES:
+        elif not _is_installed(value.__name__):
             parts = (vars(value).get(attribute) for attribute in sorted(names))
             yield from (p for p in parts if isinstance(p, torch.Tensor | torch.nn.Module | types.FunctionType))
 
@@ -223,7 +237,7 @@ def _attributes(value: object) -> Iterator[Any]:
 
 def _methods(owner: type) -> Iterator[Any]:
     for base in owner.__mro__:
-        if not _is_library(base):
+        if not _is_installed(base.__module__):
             for member in vars(base).values():
                 function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
                 if isinstance(function, types.FunctionType | torch.Tensor):

@@ -238,7 +238,8 @@ class Interpreter:
         leaves = detached(carry)
         for place in places_of(leaves):
             leaves[place].requires_grad_(self.needs[place] and can_need(leaves[place]))
-        return leaves
+        with torch.enable_grad():
+            return copied(leaves) if self.copies else leaves  # leaves of autograd cannot be changed in place
 
     def _record(self, action: Record) -> None:
         boundary = self._take_live()

@@ -16,7 +16,7 @@ from .budgets import budget_bytes
 from .calls import Call, Nature
 from .errors import StepError
 from .loops import Outputs
-from .mutable import note_moving, refuse_hidden_gradients
+from .mutable import note_moving, refuse_changes, refuse_hidden_gradients
 from .planners.room import smallest
 from .plans import Plan, plan
 from .profiler import STEPS, Costs, Sizes, Trial, profile
@@ -127,6 +127,7 @@ class _Discovery:
         with recomputing(), self._no_gathering(), self.states.undisturbed():
             carry = copied(detached(self.call.carry))
             before = versions_of(carry)
+            fixed = [tensor._version for tensor in self.call.fixed]
             plain = self._without_autograd(carry)
             copies = versions_of(carry) != before
             needs = self.call.needs
@@ -136,6 +137,7 @@ class _Discovery:
                 if wider == needs:
                     break
                 needs = wider
+            refuse_changes(self.call.fixed, fixed)
             changes = self._changes()
         same = plain is not None and all(map(_same_bits, plain, [*after, *outputs]))
         sizes = _sizes(needs, after, outputs)

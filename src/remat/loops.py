@@ -103,7 +103,7 @@ class Loop:
         return [column.at(index, differentiable=recording) for column in self._columns]
 
     def run(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:
-        """One step, its results taken apart and, the first time, checked."""
+        """One step, its results taken apart and checked; a replay may not differ either."""
         result = self.step(self.structure.build(carry), self._input_structure.build(inputs))
         if type(result) is not tuple or len(result) != 2:
             what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
@@ -120,9 +120,8 @@ class Loop:
             outputs = self.output_structure.flatten(y)
         except Mismatch as error:
             raise StepError(f"step {index} returned outputs of another structure than step 0: {error}") from None
-        if first:
-            self._check(index, "a carry", self.structure, self._kinds, leaves)
-            self._check(index, "outputs", self.output_structure, self._output_kinds, outputs)
+        self._check(index, "a carry", self.structure, self._kinds, leaves)
+        self._check(index, "outputs", self.output_structure, self._output_kinds, outputs)
         if self._fingerprints is not None:
             self._compare(index, leaves, outputs, first=first)
         return leaves, outputs

@@ -25,6 +25,20 @@ def mutable_sources(reached: Reached) -> tuple[Source, ...]:
     return tuple(source for value in reached.changeable for source in _sources_of(value))
 
 
+def refuse_changes(tensors: list[torch.Tensor], versions: list[int]) -> None:
+    """Tensors that a step can reach, and that are neither carry nor buffers, must stay as they are.
+
+    Raises:
+        StepError: one was changed in place.
+    """
+    for tensor, version in zip(tensors, versions, strict=True):
+        if tensor._version != version:
+            raise StepError(
+                f"the step changes a tensor of shape {list(tensor.shape)} in place, neither part of its carry nor "
+                "a buffer of a module, so a replay would meet a mutated value; put it into the carry"
+            )
+
+
 def _sources_of(value: Any) -> Iterator[Source]:
     if isinstance(value, torch.Tensor):
         yield _tensor_source(value)

@@ -212,7 +212,7 @@ def _tape(singly: list[Phase], pairs: list[Phase] | None, aside: _Aside) -> Tape
         singly, pairs: the phases of the two small schedules.
         aside: what there is beside carries.
     """
-    carry = singly[0].net_bytes + aside.stored
+    carry = max(singly[0].net_bytes, 0) + aside.stored
     last = _phase(singly, Record(0, 1))  # its entering carry is the caller's: gains tape and leaving carry
     tape_bytes = max(last.net_bytes - carry, 0)
     inner = _phase(singly, Record(1, 2))  # its entering carry was live only: what remains of it is kept by the tape
@@ -241,7 +241,7 @@ def _phase(phases: list[Phase], action: Action) -> Phase:
 def _costs(
     tape: Tape, singly: list[Phase], sizes: Sizes, parameters: int, aside: _Aside, advance_s: float = 0.0
 ) -> Costs:
-    carry, peak = singly[0].net_bytes, singly[0].peak_bytes
+    carry, peak = max(singly[0].net_bytes, 0), singly[0].peak_bytes
     return Costs(
         Stage(carry + aside.stored, (tape,), forward_s=advance_s, workspace_bytes=max(peak - carry, 0)),
         sizes.output_bytes,

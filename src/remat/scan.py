@@ -6,6 +6,7 @@ its backward the rest. What the step can reach beside its arguments takes part a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -233,7 +234,8 @@ class _Scan(torch.autograd.Function):
         call, states = ctx.call, ctx.states
         tensors = ctx.saved_tensors  # raises if they were changed in place, or are gone with the graph
         run, loop, ctx.run, ctx.loop = ctx.run, ctx.loop, None, None
-        with call.surroundings.entered(), states.undisturbed():
+        with call.surroundings.entered(), states.undisturbed(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # every step has said what it had to say
             if run is None:
                 with recomputing():
                     states.restore(states.start)

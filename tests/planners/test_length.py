@@ -10,7 +10,7 @@ import pytest
 
 from remat.chains import Chain, Stage, Tape
 from remat.planners import hsm, ism, planner
-from remat.planners.room import in_paper_units
+from remat.planners.room import Room, in_paper_units
 from remat.schedules import Advance, Record
 from remat.simulator import simulate
 
@@ -63,3 +63,17 @@ def test_real_sizes_waste_little_room() -> None:
     for budget in (6_000_000, 12_000_000, 60_000_000):
         found = simulate(chain, planner("tight")(chain, budget))
         assert budget - 4 * 32_771 - 0.02 * budget <= found.peak_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    ("tape", "share", "runs_per_step"), [(81_924, 0.5, 1.5), (81_925, 0.8, 1.2), (4_479, 0.3, 1.71)]
+)
+def test_rounding_to_units_costs_little(tape: int, share: float, runs_per_step: float) -> None:
+    """With half of the tapes every other stage is run twice, and so on; where carries take no more, nothing is lost."""
+    stage = Stage(32_768, (Tape(tape, entering_bytes=32_768),))
+    chain, keep = Chain.repeat(stage, 1000), int(share * 1000 * (tape + 32_768))
+    room = Room.of(chain)
+    budget = room.fixed_bytes + room.reserve_bytes + room.start_bytes + keep
+    found = simulate(chain, planner("tight")(chain, budget))
+    assert found.peak_bytes <= budget
+    assert found.forward_runs <= runs_per_step * 1000

@@ -1,0 +1,149 @@
+"""What a step changes, reads and says beside its carry: replayed as it was, or refused."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import remat
+from plain import plain_scan, same
+from test_pains import B, H, elman, grads, inputs, planners, scan, weight
+
+
+@planners
+def test_warnings_of_a_step_are_those_of_the_plain_loop(planner: str) -> None:
+    w, xs = weight(), inputs()
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        warnings.warn("a step says so", UserWarning, stacklevel=2)
+        return elman(w)(h, x)
+
+    def run(loop: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop(step, torch.zeros(B, H), xs)[1].sum().backward()
+        return [str(warning.message) for warning in caught]
+
+    assert run(partial(scan, planner=planner)) == run(plain_scan)
+
+
+@planners
+@pytest.mark.parametrize("kind", ["tensor"])
+def test_p02_what_a_step_keeps_for_itself_is_replayed_or_refused(kind: str, planner: str) -> None:
+    xs = inputs()
+
+    class Cache:
+        def __init__(self) -> None:
+            self.items: list[Tensor] = []
+            self.by_name: dict[str, Tensor] = {}
+            self.last = torch.zeros(B, H)
+            self.count = 0
+
+    def run(loop: Any) -> tuple[Any, ...]:
+        torch.manual_seed(3)
+        w, cache = weight(), Cache()
+        memory, count = torch.zeros(B, H), 0
+
+        def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal count
+            kept: Any = 0
+            if kind == "list":
+                cache.items.append(h.detach())
+                kept = sum(cache.items[-2:])
+            elif kind == "dict":
+                kept = cache.by_name.get("h", 0)
+                cache.by_name["h"] = h.detach()
+            elif kind == "attribute":
+                kept = cache.last / (cache.count + 1)
+                cache.last, cache.count = h.detach(), cache.count + 1
+            elif kind == "tensor":
+                kept = memory.clone()
+                memory.mul_(0.5).add_(h.detach())
+            else:
+                count += 1
+                kept = 1 / count
+            h = torch.tanh(h @ w + x + kept)
+            return h, h
+
+        ys = loop(step, torch.zeros(B, H), xs)[1]
+        (g,) = grads(ys.sum(), w)
+        return ys.detach(), g, len(cache.items), cache.by_name.get("h"), cache.last, cache.count, memory, count
+
+    expected = run(plain_scan)
+    try:
+        got = run(partial(scan, planner=planner))
+    except remat.RematError as refusal:
+        message = str(refusal)
+    else:
+        assert same(got, expected)
+        return
+    assert "chang" in message
+
+
+@pytest.mark.parametrize("kind", ["dtype", "shape"])
+def test_p30_a_step_that_differs_in_its_replay_is_named(kind: str) -> None:
+    w, xs = weight(), inputs()
+
+    def step(carry: tuple[Tensor, int], x: Tensor) -> tuple[tuple[Tensor, int], Tensor]:
+        h, t = carry
+        h = torch.tanh(h @ w + x)
+        if t == 4 and is_in_backward[0]:
+            h = h.double() if kind == "dtype" else h[:1]
+        return (h, t + 1), h.sum()
+
+    is_in_backward[0] = False
+    _, ys = scan(step, (torch.zeros(B, H), 0), xs, planner="constant")
+    is_in_backward[0] = True
+    with pytest.raises((remat.StepError, RuntimeError), match=r"step \d+"):
+        ys.sum().backward()
+    assert w.grad is None
+
+
+is_in_backward = [False]
+
+
+def test_a_step_may_call_into_other_libraries() -> None:
+    import hypothesis
+    import rich
+
+    w, xs = weight(), inputs()
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert h.shape == x.shape, "pytest rewrites this into calls of its own"
+        if h.isnan().any():
+            rich.print(h)
+            hypothesis.note("never")
+        return elman(w)(h, x)
+
+    expected = grads(plain_scan(step, torch.zeros(B, H), xs)[1].sum(), w)
+    assert same(grads(scan(step, torch.zeros(B, H), xs)[1].sum(), w), expected)
+
+
+@pytest.mark.parametrize("planner", ["keep-all", "constant"])
+def test_settings_in_containers_are_seen_anew_at_each_call(planner: str) -> None:
+    """The same function, set up otherwise by the caller: what was learnt of one call must not mislead the next."""
+    settings: dict[str, Any] = {"detach": True, "act": "tanh", "scale": 1.0}
+    w = torch.eye(4).requires_grad_()
+    xs = torch.linspace(-1, 1, 6 * 2 * 4).reshape(6, 2, 4)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = getattr(torch, settings["act"])(h @ w + x) * settings["scale"]
+        h = z.detach() if settings["detach"] else z
+        return h, (z if settings["act"] == "tanh" else z.detach())
+
+    for settings["detach"], settings["act"] in ((True, "tanh"), (False, "tanh"), (False, "sin"), (True, "sin")):
+        carry, ys = remat.scan(step, torch.zeros(2, 4), xs, budget="1MiB", planner=planner)
+        h, outputs = torch.zeros(2, 4), []
+        for x in xs:
+            h, y = step(h, x)
+            outputs.append(y)
+        stacked = torch.stack(outputs)
+        assert (carry.requires_grad, ys.requires_grad) == (h.requires_grad, stacked.requires_grad)
+        assert torch.equal(ys, stacked)
+        if ys.requires_grad:
+            assert torch.equal(*(torch.autograd.grad(t.sum(), [w], retain_graph=True)[0] for t in (ys, stacked)))

@@ -62,6 +62,10 @@ def renewed(step: Step) -> Step:
     return new
 
 
+def drained(lines: queue.SimpleQueue[Any]) -> list[Any]:
+    return [lines.get() for _ in range(lines.qsize())]
+
+
 @contextmanager
 def without_collector() -> Iterator[None]:
     """What goes away in the body goes by reference counting."""
@@ -84,9 +88,11 @@ class Breaks(nn.Module):
         self.cell, self.norm, self.drop = nn.GRUCell(D, H), nn.BatchNorm1d(D), nn.Dropout(0.3)
         self.at, self.error = at, error
         self.calls = itertools.count()  # which remat cannot look into, and so does not turn back
+        self.born = queue.SimpleQueue[weakref.ref[Tensor]]()
 
     def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x * 1.5
+        self.born.put(weakref.ref(x))
         if next(self.calls) == self.at and self.error is not None:
             raise self.error
         h = self.cell(self.norm(self.drop(x)), h)
@@ -165,7 +171,9 @@ def _fail(loop: Loop, program: Program, error: BaseException) -> tuple[str, Any]
         loss = error.__traceback__ = error.__context__ = error.__cause__ = None
     state = buffers_of(program.modules), random_states()
     assert where != "nowhere"
-    assert session.net_bytes == 0, f"{session.net_bytes} bytes are left after an error in the {where}"
+    assert not any(ref() is not None for ref in drained(program.modules[0].born)), f"tensors live on after the {where}"
+    # A step may be measured in another thread, whose bytes are seen here only when they go.
+    assert session.net_bytes <= 0, f"{session.net_bytes} bytes are left after an error in the {where}"
     return where, state
 
 
@@ -173,7 +181,7 @@ def _fail(loop: Loop, program: Program, error: BaseException) -> tuple[str, Any]
 def test_memory_falls_by_reference_counting(level: str) -> None:
     """Outputs, carries and tapes die with the last reference to the results, with and without a backward."""
     loop = at_level(level, "stacked-cells-with-dropout")
-    born: list[weakref.ref[Tensor]] = []
+    born = queue.SimpleQueue[weakref.ref[Tensor]]()
 
     def run(backward: bool) -> int:
         program = PROGRAMS["stacked-cells-with-dropout"]()
@@ -181,7 +189,8 @@ def test_memory_falls_by_reference_counting(level: str) -> None:
 
         def step(carry: Any, x: Tensor) -> Any:
             carry, y = inner(carry, x)
-            born.extend(weakref.ref(leaf) for leaf in (*carry, y))
+            for tensor in (*carry, y):
+                born.put(weakref.ref(tensor))
             return carry, y
 
         with metering() as session:
@@ -192,21 +201,19 @@ def test_memory_falls_by_reference_counting(level: str) -> None:
         return session.net_bytes
 
     with without_collector():
+        run(True)  # now the step is known
         for backward in (True, False, True, False):
-            assert run(backward) == 0
-            assert not any(ref() is not None for ref in born)
+            assert run(backward) <= 0  # less: what was allocated before may be freed in here
+            assert not any(ref() is not None for ref in drained(born))
         assert gc.collect() == 0 or gc.garbage == []
 
 
 # ---- several at once
 
 
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "with a hook on a shared weight"])
 @levels
-def test_threads_share_a_module(level: str) -> None:
-    in_threads(level, hooked=False)
-
-
-def in_threads(level: str, *, hooked: bool) -> None:
+def test_threads_share_a_module(level: str, hooked: bool) -> None:
     """Each thread differentiates its own loop over one shared cell; steps are new to remat in every round."""
     seed_everything(1)
     cell = nn.GRUCell(D, H)
@@ -403,10 +410,6 @@ class Logged(nn.Module):
         return h, h
 
 
-def drained(lines: queue.SimpleQueue[Any]) -> list[Any]:
-    return [lines.get() for _ in range(lines.qsize())]
-
-
 @pytest.mark.parametrize("level", ["ample", "half", "tight", "smallest", "constant"])
 def test_is_recomputing_exactly_in_replays(level: str) -> None:
     seed_everything(1)
@@ -498,15 +501,14 @@ def test_hooks_of_a_parameter_fire_once_with_the_whole_gradient(level: str) -> N
 # ---- inside other machinery
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("name", ["gru-cell", "stacked-cells-with-dropout", "batch-norm"])
 @levels
-def test_inside_a_checkpoint(level: str, name: str, reentrant: bool) -> None:
-    inside_a_checkpoint(level, name, reentrant=reentrant, known=True)
-
-
-def inside_a_checkpoint(level: str, name: str, *, reentrant: bool, known: bool) -> None:
-    """`known`: whether remat has seen the step before it runs inside of a checkpoint."""
+def test_inside_a_checkpoint(
+    level: str, name: str, reentrant: bool, known: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether remat has seen the step before or not; a new one is measured in there."""
 
     def checkpointed(loop: Loop) -> Loop:
         def run(step: Any, carry: Any, xs: Any, *, length: int | None = None) -> tuple[Any, Any]:
@@ -535,6 +537,7 @@ def inside_a_checkpoint(level: str, name: str, *, reentrant: bool, known: bool) 
         return carry, ys, [t.grad for t in program.wrt.values()], random_states()
 
     assert same(one(at_level(level, name)), one(plain_scan))
+    assert "callback" not in capfd.readouterr().err, "the profiler's own words for having lost its place"
 
 
 @levels
@@ -788,3 +791,31 @@ def test_frozen_weights_that_are_released_between_uses(level: str) -> None:
     program = make()
     assert_same(observe(partial(remat.scan, **settings_at(make(), level)), program), observe(plain_scan, make()))
     assert all(p.numel() == 0 for p in program.step.frozen.parameters())
+
+
+# ---- what is remembered of steps
+
+
+class Repeating(nn.Module):
+    def __init__(self, repeats: int) -> None:
+        super().__init__()
+        self.repeats, self.linear = repeats, nn.Linear(64, 64)
+
+    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        for _ in range(self.repeats):
+            h = torch.tanh(self.linear(h) + x)
+        return h, None
+
+
+def test_a_number_among_the_attributes_makes_another_step() -> None:
+    xs, h, budget = torch.randn(40, 32, 64), torch.zeros(32, 64), 2_000_000
+
+    for repeats in (1, 8):
+        net = Repeating(repeats)
+
+        def run(net: nn.Module = net) -> None:
+            remat.scan(net, h, xs, budget=budget)[0].sum().backward()
+
+        run()
+        net.zero_grad()
+        assert remat.measure(run).peak_bytes <= budget

@@ -148,10 +148,10 @@ def process_peaks(steps: int) -> None:
 
 
 def child(how: str, steps: int) -> None:
-    """In a fresh process: warm up on a short loop, then the growth of peak RSS over one iteration."""
-    short, job = Job(20), Job(steps)
+    """In a fresh process: load what a call loads on short loops, then the growth of peak RSS over one iteration."""
+    short, job = Job(100), Job(steps)
     short.plain()
-    short.budgeted(1 << 30)
+    short.budgeted(remat.measure(short.plain).peak_bytes // 2)  # plans, so the planner's compiled code is there
     run = job.plain if how == "plain" else partial(job.budgeted, int(how))
     peak_bytes = remat.measure(Job(1000).plain).peak_bytes * steps // 1000 if how == "plain" else 0
     gc.collect()

@@ -21,7 +21,18 @@ ROWS: Final[Any] = INT[:, ::1]
 
 
 def compiled(result: Any, *arguments: object, inner: bool = True) -> Callable[[Function], Function]:
-    """Compile for these types only; what only other compiled functions call (`inner`) gets no way in from Python."""
+    """Compile for these types only; what only other compiled functions call (`inner`) gets no way in from Python.
+
+    Numba keeps the result in the directory that NUMBA_CACHE_DIR names, beside the source, or in the user's cache.
+    """
+    signature = result(*arguments)
+    options = {"error_model": "numpy", "no_cpython_wrapper": inner, "no_cfunc_wrapper": True}
     jit: Any = numba.njit
-    options = {"cache": True, "error_model": "numpy", "no_cpython_wrapper": inner, "no_cfunc_wrapper": True}
-    return cast(Callable[[Function], Function], jit(result(*arguments), **options))
+
+    def compile_it(function: Function) -> Function:
+        try:
+            return cast(Function, jit(signature, cache=True, **options)(function))
+        except RuntimeError:  # none of the three can be written: compiled anew in every process
+            return cast(Function, jit(signature, **options)(function))
+
+    return compile_it

@@ -29,6 +29,7 @@ LAYERS = {
         "mutable",
         "profiler",
         "recorded",
+        "silence",
         "sweeps",
         "trees",
     },

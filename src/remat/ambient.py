@@ -10,7 +10,6 @@ import functools
 import random
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -22,6 +21,8 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
 from .errors import LateChange, StepError
+from .meter import is_metering
+from .silence import silence
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -188,7 +189,7 @@ class States:
         self.watched = tuple(numbers if watched is None else sorted(watched))
         in_full = {number for number in numbers if sources[number].version is None} | set(self.watched)
         self.start = self._last = tuple(s.get() if n in in_full else None for n, s in enumerate(sources))
-        self._versions = {n: _version(s) for n, s in enumerate(sources) if n not in in_full}
+        self._versions = {n: _version(sources[n]) for n in numbers if n not in in_full}
 
     @property
     def nbytes(self) -> int:
@@ -359,14 +360,13 @@ def by_itself(job: Callable[[], T], surroundings: Surroundings) -> T:
 
     Only if there is one of these; else it runs here.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first run of the step will say what there is to say
+    with silence():  # the first run of the step will say what there is to say
         return _by_itself(job, surroundings)
 
 
 def _by_itself(job: Callable[[], T], surroundings: Surroundings) -> T:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    profiled = torch._C._autograd._profiler_enabled()
+    profiled = torch._C._autograd._profiler_enabled() and not is_metering()
     if hooks is None and not profiled and torch._C._current_graph_task_id() == -1:
         return job()
     results: list[T] = []

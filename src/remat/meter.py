@@ -138,6 +138,11 @@ _MARK: Final = "remat phase: "
 _open = threading.local()  # .sessions: the CPU sessions of this thread, innermost last
 
 
+def is_metering() -> bool:
+    """Whether a session of ours is open in this thread."""
+    return bool(getattr(_open, "sessions", ()))
+
+
 @contextmanager
 def metering(device: torch.device | str | None = None) -> Iterator[Session]:
     """Count bytes in the body of a `with`; sessions may be nested."""

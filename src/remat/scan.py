@@ -6,7 +6,6 @@ its backward the rest. What the step can reach beside its arguments takes part a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from .knowledge import plan_of
 from .loops import Loop, Outputs, Step
 from .plans import Plan
 from .recorded import needs_gradient, places_of
+from .silence import silence
 from .trees import Leaves
 
 
@@ -40,7 +40,8 @@ def scan(
     """Run `carry, y = step(carry, x)` for every x, and train through it inside a memory budget.
 
     Equal to `for x in xs: carry, y = step(carry, x)` with the ys stacked, bit for bit: results, gradients, random
-    stream. Between forward and backward only some carries and tapes are kept, and the rest is computed again, at the
+    stream; as one function of its inputs: where a weight is used outside of the loop too, the loop's share of its gradient
+    is added up first. Between forward and backward only some carries and tapes are kept, and the rest is computed again, at the
     least extra time that the budget allows.
 
     Args:
@@ -234,8 +235,7 @@ class _Scan(torch.autograd.Function):
         call, states = ctx.call, ctx.states
         tensors = ctx.saved_tensors  # raises if they were changed in place, or are gone with the graph
         run, loop, ctx.run, ctx.loop = ctx.run, ctx.loop, None, None
-        with call.surroundings.entered(), states.undisturbed(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # every step has said what it had to say
+        with call.surroundings.entered(), states.undisturbed(), silence():
             if run is None:
                 with recomputing():
                     states.restore(states.start)

@@ -40,9 +40,9 @@ def scan(
     """Run `carry, y = step(carry, x)` for every x, and train through it inside a memory budget.
 
     Equal to `for x in xs: carry, y = step(carry, x)` with the ys stacked, bit for bit: results, gradients, random
-    stream; as one function of its inputs: where a weight is used outside of the loop too, the loop's share of its gradient
-    is added up first. Between forward and backward only some carries and tapes are kept, and the rest is computed again, at the
-    least extra time that the budget allows.
+    stream. (As one function of its inputs: where a weight is used outside of the loop too, the loop's share of its
+    gradient is added up first.) Between forward and backward only some carries and tapes are kept, and the rest is
+    computed again, at the least extra time that the budget allows.
 
     Args:
         step: any function `(carry, x) -> (carry, y)`. It may use parameters and other tensors however it likes; they

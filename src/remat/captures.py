@@ -66,6 +66,7 @@ def reach(step: object) -> Reached:
     found = Reached()
     seen: set[int] = set()
     buffers: set[int] = set()
+    watchers: set[int] = set()  # hooks, and all that is reached through them first: they look on, and keep tallies
     queue: list[Any] = [step]
     keep: list[Any] = []  # temporaries must outlive the walk, or their ids would be given out again
     while queue:
@@ -84,13 +85,18 @@ def reach(step: object) -> Reached:
             if isinstance(value, torch.nn.Module):
                 found.modules.append(value)
                 buffers.update(id(buffer) for buffer in value._buffers.values())
+                watchers.update(map(id, (value._forward_hooks, value._forward_pre_hooks)))
             found.codes.append(value.__code__ if isinstance(value, types.FunctionType) else type(value))
             if _can_change(value) and (
                 isinstance(value, _CHANGEABLE) or hasattr(value, "__next__") or not _is_library(_owner(value))
             ):
                 found.changeable.append(value)
-            found.settings.extend(_settings_of(value))
-            queue.extend(reversed(list(_inside(value))))
+            if id(value) not in watchers:
+                found.settings.extend(_settings_of(value))
+            inside = list(_inside(value))
+            if id(value) in watchers:
+                watchers.update(map(id, inside))
+            queue.extend(reversed(inside))
     return found
 
 

@@ -82,7 +82,7 @@ def test_p01_batch_norm_statistics_move_once(planner: str) -> None:
 
 
 @planners
-@pytest.mark.parametrize("kind", ["list", "dict", "attribute", "nonlocal"])
+@pytest.mark.parametrize("kind", ["list", "dict", "attribute", "nonlocal", "tensor"])
 def test_p02_what_a_step_keeps_for_itself_is_replayed_or_refused(kind: str, planner: str) -> None:
     xs = inputs()
 

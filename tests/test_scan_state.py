@@ -32,59 +32,6 @@ def test_warnings_of_a_step_are_those_of_the_plain_loop(planner: str) -> None:
     assert run(partial(scan, planner=planner)) == run(plain_scan)
 
 
-@planners
-@pytest.mark.parametrize("kind", ["tensor"])
-def test_p02_what_a_step_keeps_for_itself_is_replayed_or_refused(kind: str, planner: str) -> None:
-    xs = inputs()
-
-    class Cache:
-        def __init__(self) -> None:
-            self.items: list[Tensor] = []
-            self.by_name: dict[str, Tensor] = {}
-            self.last = torch.zeros(B, H)
-            self.count = 0
-
-    def run(loop: Any) -> tuple[Any, ...]:
-        torch.manual_seed(3)
-        w, cache = weight(), Cache()
-        memory, count = torch.zeros(B, H), 0
-
-        def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal count
-            kept: Any = 0
-            if kind == "list":
-                cache.items.append(h.detach())
-                kept = sum(cache.items[-2:])
-            elif kind == "dict":
-                kept = cache.by_name.get("h", 0)
-                cache.by_name["h"] = h.detach()
-            elif kind == "attribute":
-                kept = cache.last / (cache.count + 1)
-                cache.last, cache.count = h.detach(), cache.count + 1
-            elif kind == "tensor":
-                kept = memory.clone()
-                memory.mul_(0.5).add_(h.detach())
-            else:
-                count += 1
-                kept = 1 / count
-            h = torch.tanh(h @ w + x + kept)
-            return h, h
-
-        ys = loop(step, torch.zeros(B, H), xs)[1]
-        (g,) = grads(ys.sum(), w)
-        return ys.detach(), g, len(cache.items), cache.by_name.get("h"), cache.last, cache.count, memory, count
-
-    expected = run(plain_scan)
-    try:
-        got = run(partial(scan, planner=planner))
-    except remat.RematError as refusal:
-        message = str(refusal)
-    else:
-        assert same(got, expected)
-        return
-    assert "chang" in message
-
-
 @pytest.mark.parametrize("kind", ["dtype", "shape"])
 def test_p30_a_step_that_differs_in_its_replay_is_named(kind: str) -> None:
     w, xs = weight(), inputs()

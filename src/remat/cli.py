@@ -116,15 +116,7 @@ def _plan(
     else:
         chain = _chain(steps, carry or 0, tape or 0, workspace or 0, *times.values())
         budget_bytes, units = budget or 0, BYTES
-    try:
-        made = plan(chain, budget_bytes, planner)
-    except InfeasibleBudget as error:
-        if slots is None:
-            raise
-        least = units.count(error.smallest_budget_bytes)
-        raise typer.TyperException(
-            f"--slots {slots}: too few for {planner}; the smallest that works is {least}"
-        ) from None
+    made = _made(chain, budget_bytes, planner, slots, units)
     with options.writing("--picture", picture):
         if picture is not None:
             made.plot(picture)
@@ -133,6 +125,19 @@ def _plan(
             _write_json(json_file, made, units, actions)
     if json_file != "-":
         _show(made, units)
+
+
+def _made(chain: Chain, budget_bytes: int, planner: str, slots: int | None, units: Units) -> Plan:
+    """The plan; a refusal in the units that were asked in."""
+    try:
+        return plan(chain, budget_bytes, planner)
+    except InfeasibleBudget as error:
+        if slots is None:
+            raise
+        least = units.count(error.smallest_budget_bytes)
+        raise typer.TyperException(
+            f"--slots {slots}: too few for {planner}; the smallest that works is {least}"
+        ) from None
 
 
 def _check_options(in_bytes: Mapping[str, object], slots: int | None, alpha: int | None, lone_actions: bool) -> None:

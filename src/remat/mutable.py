@@ -8,9 +8,10 @@ is reached, and watched, by itself.
 
 from __future__ import annotations
 
+import operator
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def _globals_source(function: types.FunctionType, names: list[str]) -> Source:
     return Source(
         f"the global {', '.join(names)}",
         lambda: {name: where[name] for name in names if name in where},
-        lambda kept: where.update(kept),
+        lambda kept: _update(where, kept),
         _same_values,
         owner=function.__code__,
     )
@@ -124,19 +125,39 @@ def _cannot_rewind(_: Any) -> None:
     )
 
 
+# Only what differs is put back: other threads may be reading the rest, a module's attributes for instance.
+
+
 def _refill(container: list[Any] | deque[Any], kept: tuple[Any, ...]) -> None:
-    container.clear()
-    container.extend(kept)
+    if _same_objects(container, kept):
+        return
+    if isinstance(container, list):
+        container[:] = kept
+    else:
+        container.clear()
+        container.extend(kept)
 
 
 def _refill_set(container: set[Any], kept: frozenset[Any]) -> None:
-    container.clear()
-    container.update(kept)
+    if container != kept:
+        container.clear()
+        container.update(kept)
 
 
 def _refill_dict(container: dict[Any, Any], kept: dict[Any, Any]) -> None:
-    container.clear()
-    container.update(kept)
+    if list(container) != list(kept):  # the order of the keys belongs to a dictionary's state
+        container.clear()
+    _update(container, kept)
+
+
+def _update(container: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    for key, value in kept.items():
+        if container.get(key, UNBOUND) is not value:
+            container[key] = value
+
+
+def _same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _equal(a: Any, b: Any) -> bool:

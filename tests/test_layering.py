@@ -22,6 +22,7 @@ LAYERS = {
         "ambient",
         "budgets",
         "captures",
+        "graph",
         "inputs",
         "interpreter",
         "loops",

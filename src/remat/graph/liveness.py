@@ -1,0 +1,189 @@
+"""Exact bytes over time of a program: what is allocated, what is still needed, what is freed.
+
+The rules, which are those of straight-line code that drops each value after its last use:
+
+* an execution allocates its fresh storages and, while it runs, its workspace; its inputs are alive throughout;
+* a storage is freed once no value that lives in it will be used any more; external ones are not counted;
+* what the forward returns stays (its caller holds it);
+* tangents exist from the first step of the backward to their last use;
+* the gradient of a parameter is added into `.grad` as soon as it exists and then freed, or, where there was no `.grad`,
+  becomes it and stays; gradients of other inputs stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .graphs import Graph, Kind, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """What a program's values are used for.
+
+    Attributes:
+        dead: steps whose value nothing uses before it is made anew: they can be left out.
+        last: for each step, the nodes whose values are used there for the last time; the node that runs there itself
+            if nothing uses its value.
+        saved: nodes, inputs among them, whose values the backward takes from the forward.
+        finished: for each step, gradients of inputs that are complete and used by no other node after it.
+    """
+
+    dead: frozenset[int]
+    last: tuple[tuple[int, ...], ...]
+    saved: tuple[int, ...]
+    finished: tuple[tuple[int, ...], ...]
+
+
+def uses(graph: Graph, program: Program) -> Uses:
+    """Read the program from its end: a value is alive between an execution and the last use before the next one."""
+    steps = len(program.order)
+    alive: dict[int, int] = {}  # node -> the step that uses it last
+    dead: list[int] = []
+    last: list[tuple[int, ...]] = [()] * steps
+    finished: list[tuple[int, ...]] = [()] * steps
+    saved: tuple[int, ...] = ()
+    final = set(graph.final_gradients)
+    effects = {k for k, node in enumerate(graph.nodes) if node.writes}
+    for step in range(steps - 1, -1, -1):
+        if step == program.forward_steps - 1:
+            saved = tuple(sorted(set(alive) - set(graph.tangents)))
+            alive.update((output, step) for output in graph.outputs if output not in alive)
+        index = program.order[step]
+        end = alive.pop(index, None)
+        if index in final:
+            final.discard(index)
+            finished[step if end is None else end] += (index,)
+        elif end is None and index not in effects:
+            dead.append(step)
+            continue
+        ending = [] if end is not None else [index]
+        for source in graph.nodes[index].inputs:
+            if source not in alive:
+                alive[source] = step
+                ending.append(source)
+        last[step] = tuple(ending)
+    return Uses(frozenset(dead), tuple(last), saved, tuple(finished))
+
+
+def without_dead(graph: Graph, program: Program) -> Program:
+    """The program without executions that nothing uses."""
+    dead = uses(graph, program).dead
+    order = tuple(k for step, k in enumerate(program.order) if step not in dead)
+    return Program(order, program.forward_steps - sum(step < program.forward_steps for step in dead))
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """Bytes of a program over time.
+
+    Attributes:
+        during: for each step, bytes alive while it runs, its workspace included.
+        after: for each step, bytes alive when it is over.
+        peak_bytes: most bytes alive at any moment.
+    """
+
+    during: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at any moment."""
+        return max(self.during, default=0)
+
+    @property
+    def peak_step(self) -> int:
+        """The first step that reaches it."""
+        return self.during.index(self.peak_bytes)
+
+
+def liveness(graph: Graph, program: Program, *, gradients_exist: bool = False) -> Liveness:
+    """Bytes over time of a program without dead executions (`without_dead`).
+
+    Args:
+        graph: what is run.
+        program: the order.
+        gradients_exist: whether parameters have a `.grad` already, into which gradients are added.
+    """
+    machine = _Machine(graph, uses(graph, program), gradients_exist)
+    for step, index in enumerate(program.order):
+        if step == program.forward_steps:
+            machine.turn(program.order[step:])
+        machine.run(step, index)
+    return Liveness(tuple(machine.during), tuple(machine.after))
+
+
+class _Machine:
+    """Instances of storages, by number, with how many values live in each."""
+
+    def __init__(self, graph: Graph, used: Uses, gradients_exist: bool) -> None:
+        self.graph = graph
+        self.used = used
+        self.gradients_exist = gradients_exist
+        self.holds: dict[int, dict[int, int]] = {}  # node -> storage -> instance
+        self.count: dict[int, int] = {}  # instance -> values
+        self.size: dict[int, int] = {}
+        self.bytes = 0
+        self.made = 0
+        self.during: list[int] = []
+        self.after: list[int] = []
+        tangents = set(graph.tangents)
+        for index, node in enumerate(graph.nodes):
+            if node.kind is Kind.INPUT and index not in tangents:
+                self._hold(index, {s: self._new(0) for s in node.storages})
+
+    def _new(self, size: int) -> int:
+        self.made += 1
+        self.size[self.made] = size
+        self.count[self.made] = 0
+        self.bytes += size
+        return self.made
+
+    def _hold(self, index: int, instances: dict[int, int]) -> None:
+        self._drop(index)
+        self.holds[index] = instances
+        self._pin(index)
+
+    def _pin(self, index: int) -> None:
+        for instance in self.holds.get(index, {}).values():
+            self.count[instance] += 1
+
+    def _drop(self, index: int) -> None:
+        for instance in self.holds.pop(index, {}).values():
+            self.count[instance] -= 1
+            if not self.count[instance]:
+                self.bytes -= self.size.pop(instance)
+                del self.count[instance]
+
+    def run(self, step: int, index: int) -> None:
+        graph = self.graph
+        node = graph.nodes[index]
+        held: dict[int, int] = {}
+        for source in node.inputs:
+            held.update(self.holds.get(source, {}))
+        fresh = set(node.fresh)
+        made = {
+            s: held[s] if s in held and s not in fresh else self._new(graph.storages[s].bytes) for s in node.storages
+        }
+        self._hold(index, made)
+        self.during.append(self.bytes + node.workspace_bytes)
+        for gradient in self.used.finished[step]:
+            if not (graph.final_gradients[gradient] and self.gradients_exist):
+                self._pin(gradient)  # it becomes `.grad`, or is handed back
+        for source in self.used.last[step]:
+            self._drop(source)
+        self.after.append(self.bytes)
+
+    def turn(self, rest: Sequence[int]) -> None:
+        """From forward to backward: what was returned stays, tangents arrive."""
+        graph = self.graph
+        for output in graph.outputs:
+            self._pin(output)
+        needed = {source for index in rest for source in graph.nodes[index].inputs}
+        for output in set(graph.outputs) - needed:
+            self._drop(output)
+        for tangent in graph.tangents:
+            self._hold(tangent, {s: self._new(graph.storages[s].bytes) for s in graph.nodes[tangent].storages})
+            if tangent in graph.final_gradients:
+                self._pin(tangent)

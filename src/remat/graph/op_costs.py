@@ -1,0 +1,128 @@
+"""What one operator call takes: seconds and workspace, measured once per signature, or estimated.
+
+A signature is the operator with the shapes, strides and types of its tensors and its other arguments; equal layers
+share one measurement. Where nothing can be run (a device that is not there, data that no stand-in is fit for) or where
+several processes must come to the same plan, seconds are estimated from floating-point operations and bytes moved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..meter import metering
+
+_FLOPS_PER_S: Final = 5e10
+_BYTES_PER_S: Final = 1e10
+_CALL_S: Final = 2e-6
+_LONG_S: Final = 5e-3  # a call that takes as long is timed once more, a short one more often
+_ROUNDS: Final = 4
+
+
+class Cost(NamedTuple):
+    """Seconds, workspace in bytes beyond what is returned, and whether a generator's state was changed."""
+
+    seconds: float
+    workspace_bytes: int
+    draws: bool
+
+
+_measured: dict[Any, Cost] = {}  # for the life of the process: the same call costs the same
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    """All tensors in a pytree."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def signature(op: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What decides the cost of a call; `args` and `kwargs` hold tensors, real or fake."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    return op, str(structure), torch.get_num_threads(), tuple(map(_leaf_signature, leaves))
+
+
+def _leaf_signature(leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(map(hint, leaf.shape)), tuple(map(hint, leaf.stride())), leaf.dtype, leaf.device
+    return repr(hint(leaf))
+
+
+def hint(value: Any) -> Any:
+    """The number behind a symbolic one: that of the inputs at hand."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.hint if value.node.hint is not None else value.node.require_hint(1)
+    return value
+
+
+def measured(op: Callable[..., Any], args: Any, kwargs: Any) -> Cost:
+    """Run the call on stand-ins for its tensors, once per signature; estimated if it cannot be run."""
+    key = signature(op, args, kwargs)
+    if key not in _measured:
+        try:
+            _measured[key] = _measure(op, args, kwargs)
+        except Exception:  # whatever an operator says about random data
+            _measured[key] = estimated(op, args, kwargs)
+    return _measured[key]
+
+
+def _stand_in(leaf: object) -> object:
+    if not isinstance(leaf, torch.Tensor):
+        return hint(leaf)
+    sizes, strides = [hint(n) for n in leaf.shape], [hint(n) for n in leaf.stride()]
+    made = torch.empty_strided(sizes, strides, dtype=leaf.dtype, device=leaf.device)
+    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+        return made.fill_(0.5)
+    return made.zero_()  # an index must be a valid one
+
+
+def _measure(op: Callable[..., Any], args: Any, kwargs: Any) -> Cost:
+    with _disable_current_modes(), torch.random.fork_rng(enabled=True), torch.no_grad():  # tracing goes on around us
+        args, kwargs = pytree.tree_map(_stand_in, (args, kwargs))
+        device = next((t.device for t in tensors_of((args, kwargs))), torch.device("cpu"))
+        before = _random_state(device)
+        op(*args, **kwargs)
+        draws = not torch.equal(before, _random_state(device))
+        with metering(device) as session:
+            result = op(*args, **kwargs)
+        owned = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(result)}
+        for tensor in tensors_of((args, kwargs)):
+            owned.pop(tensor.untyped_storage()._cdata, None)
+        workspace = max(0, session.peak_bytes - max(sum(owned.values()), session.net_bytes))
+        del result
+        return Cost(_seconds(lambda: op(*args, **kwargs), device), workspace, draws)
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+        if best > _LONG_S:
+            break
+    return best
+
+
+def estimated(op: Callable[..., Any], args: Any, kwargs: Any, result: Any = None) -> Cost:
+    """Seconds from floating-point operations and bytes, the same in every process; no workspace."""
+    from torch.utils.flop_counter import flop_registry
+
+    sizes = [hint(t.numel()) * t.element_size() for t in tensors_of((args, kwargs, result))]
+    flops = 0
+    counter = flop_registry.get(getattr(op, "overloadpacket", op))
+    if counter is not None and result is not None:
+        flops = int(hint(counter(*args, **kwargs, out_val=result)))
+    return Cost(_CALL_S + flops / _FLOPS_PER_S + sum(sizes) / _BYTES_PER_S, 0, draws=False)

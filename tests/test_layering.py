@@ -29,6 +29,7 @@ LAYERS = {
         "meter",
         "mutable",
         "profiler",
+        "ranges",
         "recorded",
         "silence",
         "sweeps",

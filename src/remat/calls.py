@@ -16,12 +16,8 @@ from .interpreter import Interpreter
 from .loops import Loop, Outputs, Step
 from .mutable import mutable_sources
 from .profiler import Sizes
-from .recorded import (
-    RecordedRange,
-    Root,
-    needs_gradient,
-    places_of,
-)
+from .ranges import AutogradRanges, Captured, needs_of
+from .recorded import needs_gradient, places_of
 from .schedules import Action
 from .trees import Leaves, Structure
 
@@ -134,27 +130,26 @@ class Call:
         self, loop: Loop, nature: Nature, actions: Iterator[Action], carry: Leaves, states: States, length: int
     ) -> Interpreter:
         """An interpreter over the call's stages."""
+        needs = needs_of(carry, nature.needs)
+        recorder = AutogradRanges(loop, length, needs=needs, captured=Captured(self.captured), copies=nature.copies)
         return Interpreter(
             loop,
+            recorder,
             actions,
             length,
             carry,
             states=states,
             surroundings=self.surroundings,
-            needs=nature.needs,
-            captured=self.captured,
+            needs=needs,
             copies=nature.copies,
             grad_mode=nature.grad_mode,
         )
 
-    def check_range(self, recorded: RecordedRange, anchor: torch.Tensor) -> None:
-        """`check_seen` for the newest nodes of a recorded range; every step has been looked at once already."""
-        newest = recorded.outputs[-1][1] if recorded.outputs else 0
-        outputs = (item for item in recorded.outputs if item[1] == newest)
-        roots: list[Root] = [root for _, root in recorded.leaving] + [root for _, _, root in outputs]
-        nodes = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
-        known = [anchor, *(alias for _, aliases in recorded.inputs for alias in aliases)]
-        self.check_seen(nodes, known, recorded.first_sequence, _NODES)
+    def check_end(self, run: Interpreter) -> None:
+        """`check_seen` for the newest nodes of the last recorded range; every step was looked at once already."""
+        if isinstance(run.recorder, AutogradRanges):
+            nodes, known, first_sequence = run.recorder.newest(run.ranges[run.length].tape)
+            self.check_seen(nodes, known, first_sequence, _NODES)
 
     def check_seen(
         self, nodes: Iterable[Any], known: list[torch.Tensor], first_sequence: int, limit: int | None = None

@@ -14,6 +14,7 @@ from .chunking import Choice, Work
 from .interpreter import Interpreter
 from .planners.room import smallest
 from .profiler import STEPS, Costs, Sizes, Trial, profile
+from .ranges import AutogradRanges, Captured, needs_of
 from .recorded import needs_gradient
 from .schedules import Action
 from .sweeps import Cut, Kernel, Pieces, Sweep
@@ -133,15 +134,17 @@ class Call:
 
     def interpreter(self, sweep: Sweep, carry: list[torch.Tensor], actions: Iterator[Action]) -> Interpreter:
         """An interpreter over a sweep."""
+        length, needs = len(sweep.cut.pieces), needs_of(carry, [True] * len(carry))
+        weights = Captured(weight for weight in sweep.weights if weight.requires_grad)
         return Interpreter(
             sweep,
+            AutogradRanges(sweep, length, needs=needs, captured=weights),
             actions,
-            len(sweep.cut.pieces),
+            length,
             carry,
             states=States(()),  # dropout is drawn outside of sweeps
             surroundings=self.surroundings,
-            needs=[True] * len(carry),
-            captured=[weight for weight in sweep.weights if weight.requires_grad],
+            needs=needs,
             grad_mode=self._oneDNN,  # whose LSTM rounds otherwise when it need not remember
         )
 

@@ -160,7 +160,7 @@ def _run(trial: Trial, actions: tuple[Action, ...], after: Callable[[], object] 
     """Carry the actions out; returns the bytes of the captured tensors' gradients."""
     interpreter = trial.interpreter
     backward = False
-    with hooks_set_aside(interpreter.captured):
+    with hooks_set_aside(interpreter.captured.tensors):
         interpreter.states.restore(interpreter.states.start)
         after()
         for action in actions:
@@ -169,7 +169,7 @@ def _run(trial: Trial, actions: tuple[Action, ...], after: Callable[[], object] 
                 interpreter.start_backward(*trial.arriving())
             interpreter.do(action)
             after()
-    return sum(bytes_of(gradient) for gradient in interpreter.captured_gradients if gradient is not None)
+    return sum(bytes_of(gradient) for gradient in interpreter.captured.gradients if gradient is not None)
 
 
 def _metered(trial: Trial, actions: tuple[Action, ...], device: torch.device) -> tuple[list[Phase], int]:

@@ -71,27 +71,31 @@ class RecordedRange:
 
     Attributes:
         start, stop: the stages are start … stop−1.
+        width: how many leaves the entering carry has.
         entering: (leaf, edge) where gradients of the entering carry come out, equal leaves once.
         handed: (output, stage, leaf) of the gradients that `Resume` hands in (rule 3).
         leaving: (leaf, root) where gradients of the leaving carry go in, equal leaves once.
         outputs: (output, stage, root) where gradients of outputs go in.
         inputs: (stage, aliases of inputs that need a gradient).
+        captured: the captured tensors that it may use, by number.
+        resumed: those whose sums `Resume` hands in.
         box, resume: what `Resume` hands in, and the root that makes it run.
         first_sequence: autograd nodes with a smaller sequence number were made before.
-        end: the leaving carry.
     """
 
     start: int
     stop: int
+    width: int
     entering: list[tuple[int, GradientEdge]]
     handed: tuple[tuple[int, int, int], ...]
     leaving: list[tuple[int, Root]] = field(default_factory=list)
     outputs: list[tuple[int, int, Root]] = field(default_factory=list)
     inputs: list[tuple[int, list[torch.Tensor]]] = field(default_factory=list)
+    captured: tuple[int, ...] = ()
+    resumed: tuple[int, ...] = ()
     box: Box = field(default_factory=Box)
     resume: torch.Tensor | None = None
     first_sequence: int = 0
-    end: Boundary | None = None
 
 
 class Enter(torch.autograd.Function):

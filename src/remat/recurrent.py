@@ -264,7 +264,7 @@ class _Runs:
                 sweep.add_to(below)
             stacked = None if arriving is None else Pieces(arriving[..., call.column(part)], sweep.cut.pieces)
             adjoint = [None if states is None else states[part.states] for states in arriving_states]
-            carry, captured = run.backward(adjoint, [stacked])  # type: ignore[list-item]  # indexed only
+            carry, captured = run.backward(adjoint, [stacked])
             for place, gradient in enumerate(carry):
                 found.states[place][part.states.start if part.layers == 1 else 0] = gradient
             gradients = iter(captured)

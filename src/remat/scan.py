@@ -268,5 +268,5 @@ def _forward(
     if outputs is not None:
         outputs.flush()
     loop.outputs = None
-    call.check_range(run.ranges[call.length], run.anchor)
+    call.check_end(run)
     return run, loop, final

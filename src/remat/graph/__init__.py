@@ -2,6 +2,9 @@
 
 graphs      the value type: nodes, storages, what may be run again                                (no torch)
 liveness    exact bytes over time of any order of (re)computations                               (no torch)
+arena       offsets of all blocks in one arena, close to what is alive                           (no torch)
+reuse       Chen's sharing of whole buffers, its baseline                                        (no torch)
+pictures    the arena, time × address
 capture     the joint graph of AOTAutograd as such a value
 op_costs    seconds and workspace of each operator, measured once per signature
 """

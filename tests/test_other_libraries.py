@@ -37,7 +37,12 @@ def plain_loop(step: Step, carry: Any, xs: torch.Tensor) -> tuple[Any, torch.Ten
 
 
 def assert_as_the_plain_loop(
-    step: Step, carry: Any, parameters: Sequence[nn.Parameter], *, share: float = 0.25
+    step: Step,
+    carry: Any,
+    parameters: Sequence[nn.Parameter],
+    *,
+    share: float = 0.25,
+    around: Callable[[Any], Any] = lambda loop: loop,
 ) -> None:
     """Results and gradients equal the plain loop's within a share of its peak."""
     torch.manual_seed(0)
@@ -46,7 +51,7 @@ def assert_as_the_plain_loop(
 
     def run(loop: Callable[..., Any]) -> list[torch.Tensor]:
         torch.manual_seed(1)
-        _, outputs = loop(step, carry, xs)
+        _, outputs = around(loop)(step, carry, xs)
         gradients = torch.autograd.grad(outputs.square().sum(), leaves, allow_unused=True)
         return [outputs.detach(), *(g for g in gradients if g is not None), torch.get_rng_state()]
 
@@ -75,14 +80,7 @@ def test_a_custom_cell() -> None:
 
 # ---- snnTorch: spiking neurons
 
-# Its neurons also keep the state that they return in themselves, and overwrite it with the one they are given. That is
-# harmless, but scan takes it for a gradient that flows past the carry.
-keeps_its_state = pytest.mark.xfail(
-    raises=remat.StepError, reason="scan refuses steps that keep their state", strict=False
-)
 
-
-@keeps_its_state
 def test_snntorch_leaky_with_a_learned_decay() -> None:
     snn = pytest.importorskip("snntorch")
     torch.manual_seed(0)
@@ -96,7 +94,30 @@ def test_snntorch_leaky_with_a_learned_decay() -> None:
     assert_as_the_plain_loop(step, torch.zeros(BATCH, HIDDEN), [*layer.parameters(), *neuron.parameters()])
 
 
-@keeps_its_state
+@pytest.mark.parametrize("mechanism", ["subtract", "zero"])
+def test_snntorch_neurons_with_a_hidden_state_of_their_own(mechanism: str) -> None:
+    """`init_hidden`: the state is never passed; each run of the loop begins with `reset_mem`, as their tutorials do."""
+    snn = pytest.importorskip("snntorch")
+    torch.manual_seed(0)
+    layer = nn.Linear(INPUT, HIDDEN)
+    first = snn.Leaky(beta=0.9, learn_beta=True, init_hidden=True, reset_mechanism=mechanism)
+    last = snn.Synaptic(alpha=0.8, beta=0.9, init_hidden=True, output=True)
+
+    def step(_: None, x: torch.Tensor) -> tuple[None, torch.Tensor]:
+        spikes, _, membrane = last(first(layer(x) * 3))
+        return None, spikes + membrane
+
+    def loop(run: Callable[..., Any]) -> Callable[..., Any]:
+        def resetting(*arguments: Any, **settings: Any) -> Any:
+            first.reset_mem()
+            last.reset_mem()
+            return run(*arguments, **settings)
+
+        return resetting
+
+    assert_as_the_plain_loop(step, None, [*layer.parameters(), *first.parameters()], around=loop)
+
+
 def test_snntorch_recurrent_synaptic_neurons() -> None:
     snn = pytest.importorskip("snntorch")
     torch.manual_seed(0)
@@ -111,7 +132,6 @@ def test_snntorch_recurrent_synaptic_neurons() -> None:
     assert_as_the_plain_loop(step, (zeros, zeros.clone(), zeros.clone()), [*layer.parameters(), *neuron.parameters()])
 
 
-@keeps_its_state
 def test_snntorch_spiking_lstm() -> None:
     snn = pytest.importorskip("snntorch")
     torch.manual_seed(0)

@@ -7,8 +7,6 @@ taken once per call and entered again around the backward; random states belong 
 from __future__ import annotations
 
 import functools
-import random
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +18,7 @@ from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
-from .errors import LateChange, StepError
+from .errors import KeptTensors, LateChange, StepError
 from .meter import is_metering
 from .silence import silence
 
@@ -93,7 +91,7 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
     return unpacked.tangent is not None
 
 
-# ---- random streams
+# ---- states that belong to carries
 
 
 class Source(NamedTuple):
@@ -104,6 +102,7 @@ class Source(NamedTuple):
         get, set, same: read its state, set it, compare two states.
         version: a number that changes whenever it changes, for what is large to read.
         owner: what names its parts have in common: a type, a function's code.
+        kept: from two states, the places in which tensors with gradients have appeared in between.
     """
 
     name: str
@@ -112,64 +111,7 @@ class Source(NamedTuple):
     same: Callable[[Any, Any], bool]
     version: Callable[[], int] | None = None
     owner: Any = None
-
-
-def random_sources(devices: Iterable[torch.device], owned: Iterable[object] = ()) -> tuple[Source, ...]:
-    """The streams that a stage may draw from: PyTorch's on the CPU and on `devices`, Python's, NumPy's, its own."""
-    others = sorted({device for device in devices if device.type not in ("cpu", "meta")}, key=str)
-    sources = [_torch_source("torch", torch.default_generator), *map(_device_source, others)]
-    sources.append(_python_source("random", random))
-    if "numpy" in sys.modules:
-        sources.append(_numpy_source("numpy.random", sys.modules["numpy"].random))
-    for generator in owned:
-        if isinstance(generator, torch.Generator):
-            sources.append(_torch_source("a torch.Generator of the step", generator))
-        elif isinstance(generator, random.Random):
-            sources.append(_python_source("a random.Random of the step", generator))
-        elif type(generator).__module__.startswith("numpy.random"):
-            sources.append(_numpy_source("a NumPy generator of the step", generator))
-    return tuple(sources)
-
-
-def is_random_source(value: object) -> bool:
-    """Whether a value is a generator of random numbers that `random_sources` knows."""
-    numpy = sys.modules.get("numpy")
-    return isinstance(value, torch.Generator | random.Random) or (
-        numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
-    )
-
-
-def _device_source(device: torch.device) -> Source:
-    module = torch.get_device_module(device)
-    return Source(
-        str(device),
-        lambda: module.get_rng_state(device),
-        lambda state: module.set_rng_state(state, device),
-        torch.equal,
-    )
-
-
-def _torch_source(name: str, generator: torch.Generator) -> Source:
-    return Source(name, generator.get_state, generator.set_state, torch.equal)
-
-
-def _python_source(name: str, stream: Any) -> Source:
-    return Source(name, stream.getstate, stream.setstate, lambda a, b: bool(a == b))
-
-
-def _numpy_source(name: str, stream: Any) -> Source:
-    bits: Any = getattr(stream, "bit_generator", None)
-    if hasattr(bits, "state"):  # a Generator, not NumPy's global stream
-        return Source(name, lambda: bits.state, lambda state: setattr(bits, "state", state), _same_numpy_state)
-    return Source(name, lambda: stream.get_state(legacy=True), stream.set_state, _same_numpy_state)
-
-
-def _same_numpy_state(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same_numpy_state(a[key], b[key]) for key in a)
-    if isinstance(a, tuple):
-        return all(map(_same_numpy_state, a, b))
-    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
+    kept: Callable[[Any, Any], list[Any]] | None = None
 
 
 class States:
@@ -190,6 +132,7 @@ class States:
         in_full = {number for number in numbers if sources[number].version is None} | set(self.watched)
         self.start = self._last = tuple(s.get() if n in in_full else None for n, s in enumerate(sources))
         self._versions = {n: _version(sources[n]) for n in numbers if n not in in_full}
+        self._settled = False
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +149,11 @@ class States:
         return tuple(state if n in self.watched else None for n, state in enumerate(states)) if self.watched else ()
 
     def take(self) -> tuple[Any, ...]:
-        """The states of now, as one value to keep with a carry."""
+        """The states of now, as one value to keep with a carry.
+
+        Raises:
+            KeptTensors, StepError: in a first pass, a tensor with a gradient has come to be in them.
+        """
         if not self.watched:
             return ()
         states = list(self._last)
@@ -214,6 +161,8 @@ class States:
             source = self.sources[number]
             state = source.get()
             if not source.same(states[number], state):
+                if not self._settled:
+                    refuse_kept([(source, states[number], state)])
                 states[number] = state
         self._last = tuple(states)
         return self._last
@@ -223,6 +172,7 @@ class States:
 
         Raises:
             LateChange: it changed something that was not watched; everything is as it was at the start.
+            KeptTensors: it left a tensor with a gradient there.
             StepError: it changed a tensor that was not watched.
         """
         changed = [number for number in range(len(self.sources)) if number not in self.watched and self._moved(number)]
@@ -232,10 +182,12 @@ class States:
                     f"a later step changes {self.sources[number].name} in place, which the first step did not; make it "
                     "part of the carry"
                 )
+        refuse_kept([(self.sources[n], self.start[n], self.sources[n].get()) for n in changed])
         if changed:
-            self.restart((*self.watched, *changed))
+            self.rewind()
             raise LateChange(changed)
         self.take()
+        self._settled = True
         self.watched = tuple(n for n in self.watched if not self.sources[n].same(self.start[n], self._last[n]))
         self.start = tuple(state if n in self.watched else None for n, state in enumerate(self.start))
         self._last = tuple(state if n in self.watched else None for n, state in enumerate(self._last))
@@ -246,10 +198,17 @@ class States:
             return bool(_version(source) != self._versions[number])
         return not source.same(self.start[number], source.get())
 
-    def restart(self, numbers: Iterable[int] | None = None) -> None:
-        """Set what is watched, or the sources given, back to what it was at the start."""
-        for number in self.watched if numbers is None else numbers:
+    def restart(self) -> None:
+        """Set what is watched back to what it was at the start."""
+        for number in self.watched:
             self.sources[number].set(self.start[number])
+        self._last = self.start
+
+    def rewind(self) -> None:
+        """Set everything back to what it was at the start, watched or not, for a first pass that starts again."""
+        for number, source in enumerate(self.sources):
+            if number not in self._versions and not source.same(self.start[number], source.get()):
+                source.set(self.start[number])
         self._last = self.start
 
     def restore(self, states: tuple[Any, ...]) -> None:
@@ -269,6 +228,18 @@ class States:
         finally:
             for number, state in zip(numbers, states, strict=True):
                 self.sources[number].set(state)
+
+
+def refuse_kept(changes: Iterable[tuple[Source, Any, Any]]) -> None:
+    """Find the places in which tensors with gradients have appeared, in (source, state before, state after).
+
+    Raises:
+        KeptTensors: there are such places.
+        StepError: there are tensors that cannot be followed.
+    """
+    places = [place for source, before, after in changes if source.kept for place in source.kept(before, after)]
+    if places:
+        raise KeptTensors(places)
 
 
 def _nbytes(state: Any) -> int:

@@ -8,17 +8,19 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from .ambient import States, Surroundings, random_sources
+from .ambient import States, Surroundings
 from .captures import reach, unseen_leaves
 from .errors import StepError
 from .inputs import Inputs, emptied, input_kind, is_sliced, with_tensor
 from .interpreter import Interpreter
+from .kept import Keeping, Place, keeping, known_places, remember, unique
 from .loops import Loop, Outputs, Step
 from .mutable import mutable_sources
 from .profiler import Sizes
 from .ranges import AutogradRanges, Captured, needs_of
 from .recorded import needs_gradient, places_of
 from .schedules import Action
+from .streams import random_sources
 from .trees import Leaves, Structure
 
 Value = TypeVar("Value")
@@ -43,6 +45,7 @@ class Nature:
         grad_mode: whether it computes otherwise when autograd is off.
         changes: which streams, buffers, lists, ... it changed, by number.
         sizes: bytes of its results.
+        unread: leaves of the carry in places that no gradient flows into at the first step, by number.
     """
 
     needs: tuple[bool, ...]
@@ -51,6 +54,7 @@ class Nature:
     grad_mode: bool
     changes: frozenset[int]
     sizes: Sizes
+    unread: frozenset[int] = frozenset()
 
 
 class Call:
@@ -66,37 +70,74 @@ class Call:
         fixed: tensors that it can reach and must leave as they are.
         streams: the random streams among them, by number.
         watched: those that a first pass watches, by number.
+        places: where the step keeps tensors with gradients beside its carry; their contents are its last leaves.
     """
 
-    def __init__(self, step: Step, carry: Any, inputs: Inputs, *, check: bool = False) -> None:
-        self.step, self.check = step, check
-        self.structure = Structure(carry)
-        self.carry = self.structure.flatten(carry)
-        self.inputs = inputs
-        self.length = self.inputs.length
+    def __init__(
+        self, step: Step, carry: Any, inputs: Inputs, *, check: bool = False, places: Sequence[Place] = ()
+    ) -> None:
+        self.check, self.inputs, self.length = check, inputs, inputs.length
+        self._given: Any = step, carry
         reached = reach(step)
-        self.carry_places = places_of(self.carry)
-        self._first_place = {
-            place: next(first for first in self.carry_places if self.carry[first] is leaf)
-            for place, leaf in enumerate(self.carry)
-            if isinstance(leaf, torch.Tensor)
-        }
+        self.step, self.structure = step, Structure(carry)
+        self.carry = self.structure.flatten(carry)
+        if places:
+            remember(reached, places)
+        self.places = unique((*places, *known_places(reached)))
+        contents = [place.get() for place in self.places]
+        if self.places:
+            self.step, self.structure = keeping(step, self.places), Keeping(self.structure, self.places)
+            self.carry += contents
+        self._carry_like = tuple(map(_like, self.carry))
+        self._find_places()
         self.input_needs = [leaf.requires_grad for leaf in self.inputs.tensors()]
-        self.captured = reached.differentiable()
+        kept = set(map(id, contents))
+        self.captured = [tensor for tensor in reached.differentiable() if id(tensor) not in kept]
         self.needs = tuple(map(needs_gradient, self.carry))
         tensors = [*self._carry_tensors(), *self.inputs.tensors(), *reached.tensors]
         devices = {tensor.device for tensor in tensors}
         self.device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self.surroundings = Surroundings({device.type for device in devices})
         streams = random_sources(devices, reached.generators)
-        self.sources = (*streams, *mutable_sources(reached))
+        self.sources = (*streams, *mutable_sources(reached, self.places))
         self.modules = reached.modules
-        self.fixed = reached.fixed
+        self.fixed = [tensor for tensor in reached.fixed if id(tensor) not in kept]
         self.streams = frozenset(range(len(streams)))
         self.watched = set(self.streams)
-        self._buffers = [value for value in reached.changeable if isinstance(value, torch.Tensor)]
+        buffers = (value for value in reached.changeable if isinstance(value, torch.Tensor))
+        self._buffers = [buffer for buffer in buffers if id(buffer) not in kept]
         self._fingerprints: list[Any] | None = [None] * self.length if check else None
         self._code = (*reached.codes, *reached.settings)
+
+    def _find_places(self) -> None:
+        self.carry_places = places_of(self.carry)
+        self._first_place = {
+            place: next(first for first in self.carry_places if self.carry[first] is leaf)
+            for place, leaf in enumerate(self.carry)
+            if isinstance(leaf, torch.Tensor)
+        }
+
+    def keeping(self, places: Sequence[Place]) -> Call:
+        """The same call with more places in its carry."""
+        step, carry = self._given
+        return Call(step, carry, self.inputs, check=self.check, places=(*self.places, *places))
+
+    def leave_unread(self, numbers: Iterable[int]) -> None:
+        """Cut off what is in places that the step overwrites before it reads them; it may belong to a graph of old."""
+        for number in numbers:
+            leaf = self.carry[number]
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and self._first_place[number] == number:
+                self.carry = [leaf.detach() if other is leaf else other for other in self.carry]
+        self._find_places()
+
+    def returned(self, carry: Any) -> Any:
+        """What the loop returns of a final carry, the rest going into its places."""
+        if not self.places:
+            return carry
+        after, contents = carry
+        for place, content in zip(self.places, contents, strict=True):
+            place.put(content)
+        return after
 
     def _carry_tensors(self) -> list[torch.Tensor]:
         return [self.carry[place] for place in self.carry_places]
@@ -119,11 +160,20 @@ class Call:
         """Let go of the tensors that autograd has in its keeping now."""
         self.carry = [None if place in self._first_place else leaf for place, leaf in enumerate(self.carry)]
         self.inputs.leaves = [emptied(leaf) for leaf in self.inputs.leaves]
+        self._given = None
 
     def loop(self, outputs: Outputs | None, carry: Leaves, inputs: Leaves) -> Loop:
         """The stages, over the leaves of carry and inputs."""
         return Loop(
-            self.step, self.structure, carry, self.inputs.structure, inputs, self.length, outputs, self._fingerprints
+            self.step,
+            self.structure,
+            carry,
+            self.inputs.structure,
+            inputs,
+            self.length,
+            outputs,
+            self._fingerprints,
+            len(self.places),
         )
 
     def interpreter(
@@ -178,7 +228,7 @@ class Call:
         return (
             *self._code,
             self.structure,
-            *map(_like, self.carry),
+            *self._carry_like,
             self.inputs.structure,
             *map(input_kind, self.inputs.leaves),
             self.check,

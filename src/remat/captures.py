@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .ambient import is_random_source
+from .streams import is_random_source
 
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
 _LIBRARIES = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names}) - {"__main__", "__mp_main__"}
@@ -283,3 +283,20 @@ def unseen_leaves(
         else:
             queue.extend(following for following, _ in node.next_functions)
     return unseen
+
+
+def reached_leaves(roots: Iterable[Any], leaves: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of those leaf tensors that gradients of a recorded graph flow into."""
+    wanted = {id(leaf) for leaf in leaves}
+    reached: set[int] = set()
+    seen: set[Any] = set()
+    queue = deque(roots) if wanted else deque()
+    while queue:
+        node = queue.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(variable := getattr(node, "variable", None)) in wanted:
+            reached.add(id(variable))
+        queue.extend(following for following, _ in node.next_functions)
+    return reached

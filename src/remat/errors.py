@@ -10,6 +10,7 @@ RematError
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .sizes import format_bytes
 
@@ -78,6 +79,18 @@ class LateChange(RematError):
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = tuple(numbers)
         super().__init__(f"sources {self.numbers} changed")
+
+
+class KeptTensors(RematError):
+    """A step keeps tensors with gradients beside its carry; never reaches the user.
+
+    Attributes:
+        places: where.
+    """
+
+    def __init__(self, places: Sequence[Any]) -> None:
+        self.places = tuple(places)
+        super().__init__(f"tensors are kept in {len(self.places)} places")
 
 
 class LateGradient(StepError):

@@ -11,12 +11,14 @@ from typing import Any, Final, TypeVar
 import msgspec
 import torch
 
-from .ambient import States, by_itself, recomputing
+from .ambient import States, by_itself, recomputing, refuse_kept
 from .budgets import budget_bytes
 from .calls import Call, Nature
+from .captures import reached_leaves
 from .errors import StepError
-from .loops import Outputs
-from .mutable import note_moving, refuse_changes, refuse_hidden_gradients
+from .kept import left_alone
+from .loops import Loop, Outputs
+from .mutable import note_moving, refuse_changes
 from .planners.room import smallest
 from .plans import Plan, plan
 from .profiler import STEPS, Costs, Sizes, Trial, profile
@@ -85,7 +87,7 @@ def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) 
     """The costs of one step, measured in small runs on copies of the carry."""
     loop = call.loop(Outputs(STEPS), call.carry, call.inputs.leaves)
     states = States(call.sources, nature.changes)
-    carry = _marked(copied(detached(call.carry)), nature.needs)
+    carry = _marked(_representative(call, nature, loop), nature.needs)
 
     def start() -> Trial:
         if loop.outputs is not None:
@@ -103,10 +105,21 @@ def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) 
         return limit - smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
 
     def measured() -> Costs:
-        with torch.enable_grad(), States(call.sources, call.watched | nature.changes).undisturbed():
+        watching = States(call.sources, call.watched | nature.changes)
+        with torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
             return profile(start, nature.sizes, call.device, room_bytes)
 
     return by_itself(measured, call.surroundings)
+
+
+def _representative(call: Call, nature: Nature, loop: Loop) -> Leaves:
+    """A carry like those between steps; what is in places may be anything before the first."""
+    carry = copied(detached(call.carry))
+    if not call.places:
+        return carry
+    watching = States(call.sources, call.watched | nature.changes)
+    with recomputing(), torch.no_grad(), watching.undisturbed(), left_alone(call.places):
+        return copied(detached(loop.run(0, carry, loop.inputs(0, recording=False), first=True)[0]))
 
 
 class _Discovery:
@@ -124,24 +137,25 @@ class _Discovery:
             StepError: it breaks the contract of `scan`.
             MissedTensors: it uses tensors that the call does not know of.
         """
-        with recomputing(), self._no_gathering(), self.states.undisturbed():
+        with recomputing(), self._no_gathering(), self.states.undisturbed(), left_alone(self.call.places):
             carry = copied(detached(self.call.carry))
             before = versions_of(carry)
-            fixed = [tensor._version for tensor in self.call.fixed]
+            fixed = [*self.call.fixed, *self.call.captured]
+            versions = [tensor._version for tensor in fixed]
             plain = self._without_autograd(carry)
             copies = versions_of(carry) != before
             needs = self.call.needs
             while True:
-                after, outputs = self._record(needs)
+                after, outputs, unread = self._record(needs)
                 wider = tuple(a or needs_gradient(b) for a, b in zip(needs, after, strict=True))
                 if wider == needs:
                     break
                 needs = wider
-            refuse_changes(self.call.fixed, fixed)
+            refuse_changes(fixed, versions)
             changes = self._changes()
         same = plain is not None and all(map(_same_bits, plain, [*after, *outputs]))
         sizes = _sizes(needs, after, outputs)
-        return Nature(needs, tuple(map(needs_gradient, outputs)), copies, not same, changes, sizes)
+        return Nature(needs, tuple(map(needs_gradient, outputs)), copies, not same, changes, sizes, unread)
 
     @contextmanager
     def _no_gathering(self) -> Iterator[None]:
@@ -168,7 +182,8 @@ class _Discovery:
             return None
         return [*after, *outputs]
 
-    def _record(self, needs: tuple[bool, ...]) -> tuple[Leaves, Leaves]:
+    def _record(self, needs: tuple[bool, ...]) -> tuple[Leaves, Leaves, frozenset[int]]:
+        """Carry and outputs of a recorded step, and the leaves in places that no gradient would flow into."""
         first_sequence = sequence_number()
         self.states.restart()
         with torch.enable_grad(), self.call.surroundings.own_cast_cache():
@@ -177,19 +192,23 @@ class _Discovery:
             inputs = self.loop.inputs(0, recording=True)
             after, outputs = self.loop.run(0, inner, inputs, first=True)
         known = [leaf for leaf in (*carry, *inputs) if needs_gradient(leaf)]
-        nodes = (leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf))
+        nodes = [leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf)]
         self.call.check_seen(nodes, known, first_sequence)
-        return after, outputs
+        kept = range(len(carry) - len(self.call.places), len(carry))
+        reached = reached_leaves(nodes, [carry[place] for place in kept if needs_gradient(carry[place])])
+        return after, outputs, frozenset(place for place in kept if id(carry[place]) not in reached)
 
     def _changes(self) -> frozenset[int]:
         """What the step changed beside its results."""
-        self.states.take()
-        start, end = self.states.start, self.states.take()
-        changed = [n for n, source in enumerate(self.call.sources) if not source.same(start[n], end[n])]
-        for number in set(changed) - self.call.streams:
-            note_moving(self.call.sources[number], start[number], end[number])
-            refuse_hidden_gradients(self.call.sources[number], start[number], end[number])
-        return frozenset(changed)
+        changes = [
+            (number, source, before, after)
+            for number, (source, before) in enumerate(zip(self.call.sources, self.states.start, strict=True))
+            if not source.same(before, after := source.get())
+        ]
+        for _, source, before, after in changes:
+            note_moving(source, before, after)
+        refuse_kept((source, before, after) for _, source, before, after in changes)
+        return frozenset(number for number, *_ in changes)
 
 
 def _refuse_gathering(module: torch.nn.Module, _: Any) -> None:
@@ -207,7 +226,7 @@ def _firsts(leaves: Leaves) -> Leaves:
 
 def _marked(leaves: Leaves, needs: tuple[bool, ...]) -> Leaves:
     for leaf, need in zip(leaves, needs, strict=True):
-        if need and can_need(leaf):
+        if need and isinstance(leaf, torch.Tensor) and can_need(leaf):
             leaf.requires_grad_()
     return leaves
 

@@ -72,6 +72,7 @@ class Loop:
         length: how many steps the inputs hold.
         outputs: where first runs leave their outputs.
         fingerprints: what each step returned in its first run, for replays to be compared with; None: no comparison.
+        becoming: how many of the carry's last leaves may be anything before the first step.
     """
 
     def __init__(
@@ -84,11 +85,13 @@ class Loop:
         length: int,
         outputs: Outputs | None,
         fingerprints: list[Any] | None = None,
+        becoming: int = 0,
     ) -> None:
         self.step, self.structure, self.length = step, structure, length
         self.outputs = outputs
         self.output_structure: Structure | None = None
         self._kinds = [_kind(leaf) for leaf in carry]
+        self._becoming = becoming
         self._output_kinds: list[Any] = []
         self._input_structure = input_structure
         self._fingerprints = fingerprints
@@ -120,6 +123,9 @@ class Loop:
             outputs = self.output_structure.flatten(y)
         except Mismatch as error:
             raise StepError(f"step {index} returned outputs of another structure than step 0: {error}") from None
+        if self._becoming:
+            self._kinds[-self._becoming :] = map(_kind, leaves[-self._becoming :])
+            self._becoming = 0
         self._check(index, "a carry", self.structure, self._kinds, leaves)
         self._check(index, "outputs", self.output_structure, self._output_kinds, outputs)
         if self._fingerprints is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ import torch
 from .ambient import Source
 from .captures import UNBOUND, Reached, content_of, moving, named_globals
 from .errors import StepError
+from .kept import Place
 
 
-def mutable_sources(reached: Reached) -> tuple[Source, ...]:
-    """The sources among what a step can reach."""
-    return tuple(source for value in reached.changeable for source in _sources_of(value))
+def mutable_sources(reached: Reached, places: Sequence[Place] = ()) -> tuple[Source, ...]:
+    """The sources among what a step can reach, without what is in places that the carry fills."""
+    return tuple(source for value in reached.changeable for source in _sources_of(value, places))
 
 
 def refuse_changes(tensors: list[torch.Tensor], versions: list[int]) -> None:
@@ -40,32 +41,29 @@ def refuse_changes(tensors: list[torch.Tensor], versions: list[int]) -> None:
             )
 
 
-def _sources_of(value: Any) -> Iterator[Source]:
+def _sources_of(value: Any, places: Sequence[Place]) -> Iterator[Source]:
+    own = {place.key for place in places if place.holder is value}
     if isinstance(value, torch.Tensor):
-        yield _tensor_source(value)
+        if all(place.get() is not value for place in places):
+            yield _tensor_source(value)
     elif isinstance(value, types.FunctionType):
+        carried = {place.identity for place in places}
         if value.__closure__:
-            yield _cells_source(value)
+            yield _cells_source(value, carried)
         if assigned := sorted(named_globals(value.__code__, assigned=True)):
-            yield _globals_source(value, assigned)
+            yield _globals_source(value, [name for name in assigned if Place(value, name).identity not in carried])
     elif isinstance(value, list | deque):
-        yield Source(f"a {type(value).__name__}", lambda: tuple(value), lambda kept: _refill(value, kept), _same_items)
+        yield _sequence_source(value, own)
     elif isinstance(value, set):
-        yield Source("a set", lambda: frozenset(value), lambda kept: _refill_set(value, kept), _equal)
+        yield Source(
+            "a set", lambda: frozenset(value), lambda kept: _refill_set(value, kept), _equal, kept=_kept_in_set
+        )
     elif isinstance(value, dict):
-        yield Source("a dict", lambda: dict(value), lambda kept: _refill_dict(value, kept), _same_values, owner=dict)
+        yield _items_source("a dict", value, value, own, owner=dict)
     elif isinstance(value, types.GeneratorType) or _is_iterator(value):
         yield Source(f"a {type(value).__name__}", lambda: _progress(value), _cannot_rewind, _equal)
     else:
-        name = f"an attribute of {type(value).__name__}"
-        attributes = vars(value)
-        yield Source(
-            name,
-            lambda: dict(attributes),
-            lambda kept: _refill_dict(attributes, kept),
-            _same_values,
-            owner=type(value),
-        )
+        yield _items_source(f"an attribute of {type(value).__name__}", value, vars(value), own, owner=type(value))
 
 
 def _tensor_source(tensor: torch.Tensor) -> Source:
@@ -80,30 +78,62 @@ def _tensor_source(tensor: torch.Tensor) -> Source:
     )
 
 
-def _cells_source(function: types.FunctionType) -> Source:
-    cells = function.__closure__ or ()
+def _items_source(name: str, holder: Any, items: dict[Any, Any], own: set[Any], owner: Any) -> Source:
+    """A dictionary, or the attributes of an object, without its own keys that are carried."""
+    return Source(
+        name,
+        (lambda: {key: item for key, item in items.items() if key not in own}) if own else lambda: dict(items),
+        lambda kept: _refill_dict(items, kept, own),
+        _same_values,
+        owner=owner,
+        kept=lambda before, after: _kept_in_items(name, holder, before, after),
+    )
 
-    def get() -> tuple[Any, ...]:
-        return tuple(content_of(cell) for cell in cells)
 
-    def put(kept: tuple[Any, ...]) -> None:
-        for cell, value in zip(cells, kept, strict=True):
-            if value is UNBOUND:
-                del cell.cell_contents
-            else:
-                cell.cell_contents = value
+def _sequence_source(items: list[Any] | deque[Any], own: set[int]) -> Source:
+    name = f"a {type(items).__name__}"
+    return Source(
+        name,
+        (lambda: tuple(UNBOUND if n in own else item for n, item in enumerate(items))) if own else lambda: tuple(items),
+        lambda kept: _refill(items, [items[n] if n in own else item for n, item in enumerate(kept)] if own else kept),
+        _same_items,
+        kept=lambda before, after: _kept_in_sequence(name, items, before, after),
+    )
 
-    return Source(f"a variable around {function.__name__}", get, put, _same_items, owner=function.__code__)
+
+def _cells_source(function: types.FunctionType, carried: set[Any]) -> Source:
+    cells = {
+        name: cell
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        if Place(function, name).identity not in carried
+    }
+
+    def put(kept: dict[str, Any]) -> None:
+        for name, value in kept.items():
+            if content_of(cells[name]) is not value:
+                Place(function, name).put(value)
+
+    name = f"a variable around {function.__name__}"
+    return Source(
+        name,
+        lambda: {name: content_of(cell) for name, cell in cells.items()},
+        put,
+        _same_values,
+        owner=function.__code__,
+        kept=lambda before, after: _kept_in_items(name, function, before, after),
+    )
 
 
 def _globals_source(function: types.FunctionType, names: list[str]) -> Source:
     where = function.__globals__
+    name = f"the global {', '.join(names)}"
     return Source(
-        f"the global {', '.join(names)}",
+        name,
         lambda: {name: where[name] for name in names if name in where},
         lambda kept: _update(where, kept),
         _same_values,
         owner=function.__code__,
+        kept=lambda before, after: _kept_in_items(name, function, before, after),
     )
 
 
@@ -128,7 +158,7 @@ def _cannot_rewind(_: Any) -> None:
 # Only what differs is put back: other threads may be reading the rest, a module's attributes for instance.
 
 
-def _refill(container: list[Any] | deque[Any], kept: tuple[Any, ...]) -> None:
+def _refill(container: list[Any] | deque[Any], kept: Sequence[Any]) -> None:
     if _same_objects(container, kept):
         return
     if isinstance(container, list):
@@ -144,9 +174,11 @@ def _refill_set(container: set[Any], kept: frozenset[Any]) -> None:
         container.update(kept)
 
 
-def _refill_dict(container: dict[Any, Any], kept: dict[Any, Any]) -> None:
-    if list(container) != list(kept):  # the order of the keys belongs to a dictionary's state
+def _refill_dict(container: dict[Any, Any], kept: dict[Any, Any], own: set[Any]) -> None:
+    if [key for key in container if key not in own] != list(kept):  # the order of keys belongs to a dictionary's state
+        carried = {key: item for key, item in container.items() if key in own}
         container.clear()
+        container.update(carried)
     _update(container, kept)
 
 
@@ -188,37 +220,47 @@ def note_moving(source: Source, before: Any, after: Any) -> None:
     if isinstance(after, dict):
         names = [name for name, value in after.items() if name not in before or not _same(value, before[name])]
         moving.update((source.owner, name) for name in names)
-    elif isinstance(source.owner, types.CodeType):
-        pairs = zip(source.owner.co_freevars, before, after, strict=True)
-        moving.update((source.owner, name) for name, old, new in pairs if not _same(old, new))
 
 
-def refuse_hidden_gradients(source: Source, before: Any, after: Any) -> None:
-    """A step may change state outside its carry, but gradients must not flow through it.
+# ---- tensors with gradients that a step puts beside its carry
+
+
+def _kept_in_items(name: str, holder: Any, before: dict[Any, Any], after: dict[Any, Any]) -> list[Place]:
+    known = {id(value) for value in before.values()}
+    news = {key: value for key, value in after.items() if id(value) not in known}
+    return [Place(holder, key) for key, value in news.items() if _needs_a_place(name, value)]
+
+
+def _kept_in_sequence(name: str, holder: Any, before: tuple[Any, ...], after: tuple[Any, ...]) -> list[Place]:
+    known = {id(value) for value in before}
+    numbers = [n for n, value in enumerate(after) if id(value) not in known and _needs_a_place(name, value)]
+    if numbers and (len(before) != len(after) or not isinstance(holder, list)):
+        raise _gradients_beside_the_carry(name)
+    return [Place(holder, number) for number in numbers]
+
+
+def _kept_in_set(before: frozenset[Any], after: frozenset[Any]) -> list[Place]:
+    if any(_needs_a_place("a set", value) for value in after - before):
+        raise _gradients_beside_the_carry("a set")
+    return []
+
+
+def _needs_a_place(name: str, value: Any) -> bool:
+    """Whether gradients flow through what a step has put somewhere.
 
     Raises:
-        StepError: what was put there has a gradient, or could change unseen.
+        StepError: it could change unseen.
     """
-    for value in _news(before, after):
-        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
-            raise StepError(
-                f"the step keeps a tensor that needs a gradient outside of its carry, in {source.name}, and gradients "
-                "cannot follow it there; make what is mutated part of the carry, or keep value.detach()"
-            )
-        if isinstance(value, list | dict | set | deque):
-            raise StepError(
-                f"the step puts a new {type(value).__name__} into {source.name}, whose mutations a replay could not "
-                "follow; make it part of the carry, or create it before the loop"
-            )
+    if isinstance(value, list | dict | set | deque):
+        raise StepError(
+            f"the step puts a new {type(value).__name__} into {name}, whose mutations a replay could not "
+            "follow; make it part of the carry, or create it before the loop"
+        )
+    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
 
 
-def _news(before: Any, after: Any) -> Iterator[Any]:
-    if isinstance(after, torch.Tensor):
-        return
-    if isinstance(after, dict | tuple | frozenset):
-        known = {id(value) for value in _values(before)}
-        yield from (value for value in _values(after) if id(value) not in known)
-
-
-def _values(kept: dict[Any, Any] | tuple[Any, ...] | frozenset[Any]) -> Iterable[Any]:
-    return kept.values() if isinstance(kept, dict) else kept
+def _gradients_beside_the_carry(name: str) -> StepError:
+    return StepError(
+        f"the step keeps ever more tensors that need a gradient in {name}, and gradients cannot follow them there; "
+        "make what is mutated part of the carry, keep value.detach(), or return them as outputs"
+    )

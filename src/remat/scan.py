@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _autograd
 from torch.nn.utils.rnn import PackedSequence
 
 from .ambient import States, is_transformed, opaque, recomputing
 from .calls import Call, MissedTensors, Nature
-from .errors import LateChange, LateGradient, StepError
+from .errors import KeptTensors, LateChange, LateGradient, StepError
 from .inputs import Inputs, checked_lengths, fetched, masked, packed_lengths, packed_like
 from .interpreter import Interpreter
+from .kept import left_alone, left_if_stopped
 from .knowledge import plan_of
 from .loops import Loop, Outputs, Step
 from .plans import Plan
@@ -97,6 +99,8 @@ def plan_scan(
                 return plan_of(call, budget, planner)[1]
             except MissedTensors as missed:
                 call.captured += missed.tensors
+            except KeptTensors as kept:
+                call = call.keeping(kept.places)
 
 
 def _call(step: Step, carry: Any, xs: Any, length: int | None, lengths: Any, *, check: bool = False) -> Call:
@@ -116,25 +120,35 @@ def _call(step: Step, carry: Any, xs: Any, length: int | None, lengths: Any, *, 
 
 
 def _run(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]:
-    if is_transformed(call.tensors()):
-        return _transformed(call)
-    if not torch.is_grad_enabled():
-        return _plain(call)
     while True:
         try:
-            nature, made = plan_of(call, budget, planner)
-            if not any(map(needs_gradient, call.tensors())):
-                return _plain(call)
-            packing = _Packing()
-            flat = _Scan.apply(call, nature, made, packing, *call.tensors())
-            call.release()
-            return packing.unpack(flat)
+            with left_if_stopped(call.places, _RESTARTS):
+                carry, ys = _once(call, budget, planner)
+                return call.returned(carry), ys
         except MissedTensors as missed:
             call.captured += missed.tensors
+        except KeptTensors as kept:
+            call = call.keeping(kept.places)
         except LateChange as late:
             call.watched.update(late.numbers)
         except LateGradient as late:
             call.needs = tuple(need or place in late.places for place, need in enumerate(call.needs))
+
+
+def _once(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]:
+    """The loop, as far as it is known; what turns out on the way is raised as one of `_RESTARTS`."""
+    if is_transformed(call.tensors()):
+        return _transformed(call)
+    if not torch.is_grad_enabled():
+        return _plain(call)
+    nature, made = plan_of(call, budget, planner)
+    call.leave_unread(nature.unread)
+    if not any(map(needs_gradient, call.tensors())):
+        return _plain(call)
+    packing = _Packing()
+    flat = _Scan.apply(call, nature, made, packing, *call.tensors())
+    call.release()
+    return packing.unpack(flat)
 
 
 def _plain(call: Call) -> tuple[Any, Any]:
@@ -166,6 +180,9 @@ def _transformed(call: Call) -> tuple[Any, Any]:
     ]
     assert loop.output_structure is not None, "at least one step has run"
     return loop.structure.build(carry), loop.output_structure.build(stacked)
+
+
+_RESTARTS = (MissedTensors, KeptTensors, LateChange, LateGradient)
 
 
 class _Packing:
@@ -212,8 +229,8 @@ class _Scan(torch.autograd.Function):
         try:
             run, loop, carry = _forward(call, nature, made, states, outputs, tensors)
             run.settle()
-        except (MissedTensors, LateGradient):
-            states.restart()
+        except _RESTARTS:
+            states.rewind()
             raise
         packed = packing.pack(carry, outputs.buffers, loop)
         needs = [needs_gradient(carry[place]) for place in packing.places]
@@ -235,7 +252,7 @@ class _Scan(torch.autograd.Function):
         call, states = ctx.call, ctx.states
         tensors = ctx.saved_tensors  # raises if they were changed in place, or are gone with the graph
         run, loop, ctx.run, ctx.loop = ctx.run, ctx.loop, None, None
-        with call.surroundings.entered(), states.undisturbed(), silence():
+        with call.surroundings.entered(), states.undisturbed(), left_alone(call.places), silence():
             if run is None:
                 with recomputing():
                     states.restore(states.start)
@@ -248,6 +265,8 @@ class _Scan(torch.autograd.Function):
             for number in ctx.packing.numbers:
                 stacked[number] = next(arrived)
             found = run.backward(adjoint, stacked)
+        if not _autograd._get_current_graph_task_keep_graph():
+            ctx.call = ctx.states = None  # a step may lead to what leads here
         inputs = iter(loop.input_gradients())
         return (
             *(None,) * 4,

@@ -181,7 +181,8 @@ class Call:
     ) -> Interpreter:
         """An interpreter over the call's stages."""
         needs = needs_of(carry, nature.needs)
-        recorder = AutogradRanges(loop, length, needs=needs, captured=Captured(self.captured), copies=nature.copies)
+        copies, grad_mode = (lambda _: nature.copies), (lambda _: nature.grad_mode)
+        recorder = AutogradRanges(loop, length, needs=needs, captured=Captured(self.captured), copies=copies)
         return Interpreter(
             loop,
             recorder,
@@ -191,8 +192,8 @@ class Call:
             states=states,
             surroundings=self.surroundings,
             needs=needs,
-            copies=nature.copies,
-            grad_mode=nature.grad_mode,
+            copies=copies,
+            grad_mode=grad_mode,
         )
 
     def check_end(self, run: Interpreter) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from .ambient import States, Surroundings, recomputing
 from .errors import StepError
-from .ranges import Needs, Recorder, Stages
+from .ranges import ByStage, Needs, Recorder, Stages, never
 from .recorded import (
     Boundary,
     can_need,
@@ -57,9 +57,9 @@ class Interpreter:
         states: what belongs to carries beside their leaves (random states, buffers).
         surroundings: settings to run under.
         needs: which leaves of a carry need a gradient, by boundary.
-        copies: whether the stages change their carry in place, so that stored ones must be copied.
-        grad_mode: run advanced stages with autograd on, for stages that compute otherwise without it.
-        singly: record every stage of a range by itself, so that `backward_of` can stop after each.
+        copies: whether a stage changes its carry in place, so that what is kept must be copied for it.
+        grad_mode: whether a stage that is advanced runs with autograd on, as it computes otherwise without.
+        singly: run every stage of a range by itself: stages differ, and `backward_of` can stop after each.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Interpreter:
         states: States,
         surroundings: Surroundings,
         needs: Needs,
-        copies: bool = False,
-        grad_mode: bool = False,
+        copies: ByStage = never,
+        grad_mode: ByStage = never,
         singly: bool = False,
     ) -> None:
         self.stages, self.recorder, self.actions, self.length = stages, recorder, actions, length
@@ -82,7 +82,7 @@ class Interpreter:
         self.needs, self.captured = needs, recorder.captured
         self.copies, self.grad_mode, self.singly = copies, grad_mode, singly
         self.caller = Boundary(detached(carry), states.start)
-        self.live: Boundary | None = self._unshared(self.caller)
+        self.live: Boundary | None = self._unshared(0, self.caller)
         self.slots: dict[int, Boundary] = {}
         self.ranges: dict[int, _Range] = {}  # by the carry at their end
         self.frontier = 0  # stages from here on have not run yet
@@ -94,7 +94,7 @@ class Interpreter:
     @property
     def aside_bytes(self) -> int:
         """Bytes stored with a carry beside its leaves: states, and a copy where stages change what they run on."""
-        size = sum(self.caller.leaves[place].nbytes for place in places_of(self.caller.leaves)) if self.copies else 0
+        size = sum(self.caller.leaves[place].nbytes for place in places_of(self.caller.leaves)) if self.copies(0) else 0
         return size + self.states.nbytes
 
     def settle(self) -> None:
@@ -157,14 +157,14 @@ class Interpreter:
         assert boundary is not None, "the simulator refuses schedules that run from no carry"
         return boundary
 
-    def _unshared(self, kept: Boundary) -> Boundary:
-        """What stages may run on from: the carry itself, or a copy where they would change it."""
-        return Boundary(copied(kept.leaves), kept.states, kept.shared) if self.copies else kept
+    def _unshared(self, at: int, kept: Boundary) -> Boundary:
+        """What stages may run on from carry `at`: the carry itself, or a copy where they would change it."""
+        return Boundary(copied(kept.leaves), kept.states, kept.shared) if self.copies(at) else kept
 
     def _store(self, action: Store) -> None:
         live = self.live
         assert live is not None
-        leaves = copied(live.leaves) if self.copies else live.leaves
+        leaves = copied(live.leaves) if self.copies(action.at) else live.leaves
         self.slots[action.at] = Boundary(leaves, self.states.take(), live.shared, versions_of(leaves))
 
     def _load(self, action: Load) -> None:
@@ -179,7 +179,7 @@ class Interpreter:
                 "return new tensors from the step, or change a clone of the carry"
             )
         self.states.restore(kept.states)
-        self.live = self._unshared(kept)
+        self.live = self._unshared(action.at, kept)
 
     def _drop(self, action: Drop) -> None:
         del self.slots[action.at]
@@ -199,17 +199,24 @@ class Interpreter:
                     yield False
 
     def _advance(self, action: Advance) -> None:
+        if not self.singly:
+            self._advance_range(action)
+            return
+        for stage in range(action.start, action.stop):
+            self._advance_range(Advance(stage, stage + 1))
+
+    def _advance_range(self, action: Advance) -> None:
         carry = self._take_live().leaves
-        stages, last = self.stages, action.stop - 1
-        if self.grad_mode:
+        stages, last, grad_mode = self.stages, action.stop - 1, self.grad_mode(action.start)
+        if grad_mode:
             carry = self._as_recorded(action.start, carry)
         shared: tuple[tuple[int, int], ...] = ()
-        with self._running(action.start, action.stop) as first, torch.set_grad_enabled(self.grad_mode):
+        with self._running(action.start, action.stop) as first, torch.set_grad_enabled(grad_mode):
             for index in range(action.start, action.stop):
                 carry, outputs = stages.run(index, carry, stages.inputs(index, recording=False), first=first)
                 if index == last:
                     shared = shared_leaves(outputs, carry)
-                if self.grad_mode:
+                if grad_mode:
                     carry = self._as_recorded(index + 1, carry) if index < last else detached(carry)
                 if first:
                     stages.emit(index, outputs)
@@ -223,8 +230,8 @@ class Interpreter:
         leaves, needs = detached(carry), self.needs(boundary)
         for place in places_of(leaves):
             leaves[place].requires_grad_(needs[place] and can_need(leaves[place]))
-        with torch.enable_grad():
-            return copied(leaves) if self.copies else leaves  # leaves of autograd cannot be changed in place
+        with torch.enable_grad():  # leaves of autograd cannot be changed in place
+            return copied(leaves) if self.copies(boundary) else leaves
 
     def _record(self, action: Record) -> None:
         if not self.singly:
@@ -242,7 +249,7 @@ class Interpreter:
             self.final = recording.carry
         end = Boundary(detached(recording.carry), self.states.take(), recording.shared)
         self.ranges[action.stop] = _Range(recording.tape, end)
-        self.live = self._unshared(end)
+        self.live = self._unshared(action.stop, end)
 
     def _backward(self, action: Backward) -> None:
         self.live = None

@@ -145,7 +145,7 @@ class Call:
             states=States(()),  # dropout is drawn outside of sweeps
             surroundings=self.surroundings,
             needs=needs,
-            grad_mode=self._oneDNN,  # whose LSTM rounds otherwise when it need not remember
+            grad_mode=lambda _: self._oneDNN,  # whose LSTM rounds otherwise when it need not remember
         )
 
     # ---- the plan

@@ -33,12 +33,18 @@ from .schedules import Record
 from .trees import Leaves
 
 Needs = Callable[[int], Sequence[bool]]  # which leaves of carry i need a gradient
+ByStage = Callable[[int], bool]
 
 
 def needs_of(carry: Leaves, later: Sequence[bool]) -> Needs:
     """What carry 0 says itself, and the same for all carries after it."""
     first = [needs_gradient(leaf) for leaf in carry]
     return lambda boundary: later if boundary else first
+
+
+def never(_: int) -> bool:
+    """No stage does."""
+    return False
 
 
 class Stages(Protocol):
@@ -164,10 +170,12 @@ class AutogradRanges:
         length: how many there are.
         needs: which leaves of a carry need a gradient, by boundary.
         captured: tensors whose gradients are asked for, besides the carry's and the inputs'.
-        copies: whether the stages change their carry in place.
+        copies: whether a stage changes its carry in place.
     """
 
-    def __init__(self, stages: Stages, length: int, *, needs: Needs, captured: Captured, copies: bool = False) -> None:
+    def __init__(
+        self, stages: Stages, length: int, *, needs: Needs, captured: Captured, copies: ByStage = never
+    ) -> None:
         self.stages, self.length = stages, length
         self.needs, self.captured, self.copies = needs, captured, copies
         self.output_gradients: Sequence[Any] = ()
@@ -223,7 +231,11 @@ class AutogradRanges:
         entering = [(place, edge_of(alias)) for place, alias in needed.items()]
         recorded = RecordedRange(action.start, action.stop, len(leaves), entering, tuple(handed))
         carry = [alias_of[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return recorded, copied(carry) if self.copies else carry, [needed[place] for _, _, place in handed]
+        return (
+            recorded,
+            copied(carry) if self.copies(action.start) else carry,
+            [needed[place] for _, _, place in handed],
+        )
 
     def _leave_to_next_range(self, recorded: RecordedRange, last: int, shared: tuple[tuple[int, int], ...]) -> None:
         """Rule 3: the next range hands in the gradients of outputs that are its entering carry."""

@@ -3,6 +3,12 @@
 graphs      the value type: nodes, storages, what may be run again                                (no torch)
 liveness    exact bytes over time of any order of (re)computations                               (no torch)
 arena       offsets of all blocks in one arena, close to what is alive                           (no torch)
+blocks      the lifetimes of all blocks of a program                                             (no torch)
+inplace     which results take the storage of a dead input                                       (no torch)
+inplace_ops the same in FX graphs, executed
+cuts        the forward as positions, and where little crosses                                   (no torch)
+replay      what is kept, as a program                                                           (no torch)
+strategies/ Chen's: drop-cheap, √n, algorithm 3, the recursion                                   (no torch)
 reuse       Chen's sharing of whole buffers, its baseline                                        (no torch)
 pictures    the arena, time × address
 capture     the joint graph of AOTAutograd as such a value

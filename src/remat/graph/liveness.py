@@ -12,7 +12,7 @@ The rules, which are those of straight-line code that drops each value after its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .graphs import Graph, Kind, Program
@@ -98,29 +98,31 @@ class Liveness:
         return self.during.index(self.peak_bytes)
 
 
-def liveness(graph: Graph, program: Program, *, gradients_exist: bool = False) -> Liveness:
+def liveness(
+    graph: Graph, program: Program, *, gradients_exist: bool = False, in_place: Mapping[int, int] | None = None
+) -> Liveness:
     """Bytes over time of a program without dead executions (`without_dead`).
 
     Args:
         graph: what is run.
         program: the order.
         gradients_exist: whether parameters have a `.grad` already, into which gradients are added.
+        in_place: for a step, the node whose storage its result takes, see `inplace.plan`.
     """
-    machine = _Machine(graph, uses(graph, program), gradients_exist)
-    for step, index in enumerate(program.order):
-        if step == program.forward_steps:
-            machine.turn(program.order[step:])
-        machine.run(step, index)
+    machine = Machine(graph, program, gradients_exist, in_place or {})
+    machine.run_all()
     return Liveness(tuple(machine.during), tuple(machine.after))
 
 
-class _Machine:
+class Machine:
     """Instances of storages, by number, with how many values live in each."""
 
-    def __init__(self, graph: Graph, used: Uses, gradients_exist: bool) -> None:
+    def __init__(self, graph: Graph, program: Program, gradients_exist: bool, in_place: Mapping[int, int]) -> None:
         self.graph = graph
-        self.used = used
+        self.program = program
+        self.used = uses(graph, program)
         self.gradients_exist = gradients_exist
+        self.in_place = in_place
         self.holds: dict[int, dict[int, int]] = {}  # node -> storage -> instance
         self.count: dict[int, int] = {}  # instance -> values
         self.size: dict[int, int] = {}
@@ -132,6 +134,14 @@ class _Machine:
         for index, node in enumerate(graph.nodes):
             if node.kind is Kind.INPUT and index not in tangents:
                 self._hold(index, {s: self._new(0) for s in node.storages})
+
+    def run_all(self) -> None:
+        """The whole program."""
+        order = self.program.order
+        for step, index in enumerate(order):
+            if step == self.program.forward_steps:
+                self.turn(order[step:])
+            self.run(step, index)
 
     def _new(self, size: int) -> int:
         self.made += 1
@@ -153,8 +163,11 @@ class _Machine:
         for instance in self.holds.pop(index, {}).values():
             self.count[instance] -= 1
             if not self.count[instance]:
-                self.bytes -= self.size.pop(instance)
-                del self.count[instance]
+                self._free(instance)
+
+    def _free(self, instance: int) -> None:
+        self.bytes -= self.size.pop(instance)
+        del self.count[instance]
 
     def run(self, step: int, index: int) -> None:
         graph = self.graph
@@ -163,6 +176,10 @@ class _Machine:
         for source in node.inputs:
             held.update(self.holds.get(source, {}))
         fresh = set(node.fresh)
+        if step in self.in_place:
+            (storage,), (instance,) = node.fresh, self.holds[self.in_place[step]].values()
+            held[storage] = instance
+            fresh.clear()
         made = {
             s: held[s] if s in held and s not in fresh else self._new(graph.storages[s].bytes) for s in node.storages
         }

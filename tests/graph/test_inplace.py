@@ -1,0 +1,140 @@
+"""Results that overwrite their inputs: the same bits, fewer bytes, nothing overwritten that anybody reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+from torch._functorch.partitioners import default_partition
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import remat
+from graph.corpus import CASES, captured, case
+from graph.running import run
+from remat.graph import inplace, inplace_ops
+from remat.graph.arena import load_bytes
+from remat.graph.blocks import blocks
+from remat.graph.liveness import liveness, without_dead
+from remat.graph.strategies import names, strategy
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_equal_and_bytes_as_foreseen(name: str) -> None:
+    found = captured(name)
+    graph = found.graph
+    candidates = inplace_ops.candidates(found.nodes)
+    for program in (graph.plain, *(strategy(each)(graph) for each in names())):
+        program = without_dead(graph, program)
+        expected = run(found, case(name), program)
+        taken = inplace.plan(graph, program, candidates)
+        got = run(found, case(name), program, taken)
+        assert all(torch.equal(got[k], expected[k]) for k in expected)
+        before, after = liveness(graph, program), liveness(graph, program, in_place=taken)
+        assert all(a <= b for a, b in zip(after.during, before.during, strict=True))
+        for in_place in ({}, taken):
+            lifetimes = blocks(graph, program, in_place=in_place)
+            assert load_bytes(lifetimes)[1].max() == liveness(graph, program, in_place=in_place).peak_bytes
+
+
+def test_measured_bytes_fall_as_foreseen() -> None:
+    case_ = case("sigmoids")
+    args = (torch.randn(400, 32), *case_.args[1:])
+    from graph.corpus import Captured, Case
+    from graph.joint import joint
+
+    found = Captured(*joint(case_.function, *args, parameters=(1, 2)))
+    graph = found.graph
+    program = without_dead(graph, graph.plain)
+    taken = inplace.plan(graph, program, inplace_ops.candidates(found.nodes))
+    for in_place in ({}, taken):
+        peak = remat.measure(lambda i=in_place: run(found, Case(case_.function, args), program, i)).peak_bytes
+        # The tangent, a number, and the generator's state are the test's own.
+        assert liveness(graph, program, in_place=in_place).peak_bytes == pytest.approx(peak, rel=0.02)
+    assert liveness(graph, program, in_place=taken).peak_bytes < 0.8 * liveness(graph, program).peak_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rewritten_graphs_give_the_same_bits(name: str) -> None:
+    found = captured(name)
+    outputs = len(found.graph.outputs)
+    forward, backward = default_partition(found.module, [], num_fwd_outputs=outputs)
+    with torch.no_grad():
+        results = _same_when_rewritten(forward, case(name).args)
+        _same_when_rewritten(backward, (*results[outputs:], *map(torch.ones_like, results[:outputs])))
+    assert any("in_place" in node.meta for half in (forward, backward) for node in half.graph.nodes)
+
+
+def _same_when_rewritten(half: fx.GraphModule, args: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    plain = half(*args)
+    before = [arg.clone() for arg in args]
+    changed = inplace_ops.rewrite(half.graph)
+    assert changed == sum("in_place" in node.meta for node in half.graph.nodes)
+    half.graph.lint()
+    half.recompile()
+    torch.manual_seed(0)
+    _assert_equal(half(*args), plain)
+    _assert_equal(args, before)
+    return list(plain)
+
+
+def _assert_equal(found: object, expected: object) -> None:
+    pairs = zip(found, expected, strict=True)  # type: ignore[call-overload]
+    assert all(a is b or (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b) for a, b in pairs)
+
+
+def rewritten(function: object, *args: torch.Tensor) -> list[str]:
+    """What of a function overwrites something, checked to give the same bits; however it is traced."""
+    return [_rewritten(function, args, mode) for mode in ("real", "fake")][1]
+
+
+def _rewritten(function: object, args: tuple[torch.Tensor, ...], mode: str) -> list[str]:
+    module: fx.GraphModule = make_fx(function, tracing_mode=mode)(*args)  # type: ignore[arg-type]
+    expected = module(*args)
+    inplace_ops.rewrite(module.graph)
+    module.recompile()
+    kept = [a.clone() for a in args]
+    assert torch.equal(module(*args), expected)
+    assert all(torch.equal(a, b) for a, b in zip(args, kept, strict=True))
+    return [str(node.target) for node in module.graph.nodes if "in_place" in node.meta]
+
+
+X = torch.linspace(-2, 2, 12).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x.exp().neg(), ["aten.neg_.default"]),
+        (lambda x: x.neg().exp().relu(), ["aten.exp_.default", "aten.relu_.default"]),
+        (lambda x: x - x.exp(), ["aten.sub.out"]),  # the dead input comes second
+        (lambda x: x.exp() * x.neg(), ["aten.mul_.Tensor"]),
+        (lambda x: torch.where(x > 0, x, x.exp()), ["aten.where.self_out"]),
+    ],
+    ids=["first", "chain", "second", "either", "third"],
+)
+def test_what_is_overwritten(function: object, expected: list[str]) -> None:
+    assert rewritten(function, X) == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.exp(),
+        lambda x: x.view(4, 3).exp(),
+        lambda x: (lambda e: torch.stack([e.neg(), e]))(x.exp()),
+        lambda x: (lambda e: torch.cat([e.neg(), e.view(3, 4)]))(x.exp()),
+        lambda x: x.exp() > 1,
+        lambda x: x.exp()[:2].neg(),
+        lambda x: x.exp()[:, :1] * x,
+        lambda x: x[:, :1].exp().expand(3, 4).neg(),
+        lambda x: torch.mm(x.exp(), x.t()),
+        lambda x: (lambda e: torch.add(e, e.as_strided((3, 4), (1, 3))))(x.exp()),
+    ],
+    ids=[
+        *("the caller's", "a view of the caller's", "read later", "read later through a view", "another type"),
+        *("a part", "another shape", "many elements in one place", "not elementwise", "read in another order"),
+    ],
+)
+def test_what_is_not(function: object) -> None:
+    assert rewritten(function, X) == []

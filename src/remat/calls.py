@@ -17,7 +17,7 @@ from .kept import Keeping, Place, keeping, known_places, remember, unique
 from .loops import Loop, Outputs, Step
 from .mutable import mutable_sources
 from .profiler import Sizes
-from .ranges import AutogradRanges, Captured, needs_of
+from .ranges import AutogradRanges, Captured, Replays, needs_of
 from .recorded import needs_gradient, places_of
 from .schedules import Action
 from .streams import random_sources
@@ -182,7 +182,8 @@ class Call:
         """An interpreter over the call's stages."""
         needs = needs_of(carry, nature.needs)
         copies, grad_mode = (lambda _: nature.copies), (lambda _: nature.grad_mode)
-        recorder = AutogradRanges(loop, length, needs=needs, captured=Captured(self.captured), copies=copies)
+        captured, replays = Captured(self.captured), Replays(states, self.surroundings)
+        recorder = AutogradRanges(loop, length, needs=needs, captured=captured, copies=copies, replays=replays)
         return Interpreter(
             loop,
             recorder,

@@ -210,7 +210,11 @@ def _convolution_bytes(
 
 
 def _convolution_backward_bytes(
-    backend: str, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, result: Any
+    backend: str,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    result: tuple[torch.Tensor | None, ...],
 ) -> int:
     """Gradients of the input come first, by themselves; then, beside them, those of the weight."""
     if backend.startswith(_MKLDNN):
@@ -226,6 +230,5 @@ def _convolution_backward_bytes(
 
 def _columns_bytes(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> int:
     """The input unfolded into columns, one for every place of the result."""
-    places: int = out.shape[0] * prod(out.shape[2:])
-    inputs: int = prod(weight.shape[1:]) * x.element_size()
-    return places * inputs
+    sizes = (out.shape[0], *out.shape[2:], *weight.shape[1:])
+    return prod(map(int, sizes)) * x.element_size()

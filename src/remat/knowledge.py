@@ -21,7 +21,7 @@ from .loops import Loop, Outputs
 from .mutable import note_moving, refuse_changes
 from .planners.room import smallest
 from .plans import Plan, plan
-from .profiler import STEPS, Costs, Sizes, Trial, profile
+from .profiler import STEPS, Costs, OnDevice, Sizes, Trial, profile
 from .recorded import can_need, copied, detached, needs_gradient, places_of, sequence_number, versions_of
 from .trees import Leaves
 
@@ -107,7 +107,7 @@ def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) 
     def measured() -> Costs:
         watching = States(call.sources, call.watched | nature.changes)
         with torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
-            return profile(start, nature.sizes, call.device, room_bytes)
+            return profile(start, nature.sizes, OnDevice(call.device), room_bytes)
 
     return by_itself(measured, call.surroundings)
 

@@ -13,7 +13,7 @@ from .budgets import budget_bytes
 from .chunking import Choice, Work
 from .interpreter import Interpreter
 from .planners.room import smallest
-from .profiler import STEPS, Costs, Sizes, Trial, profile
+from .profiler import STEPS, Costs, OnDevice, Sizes, Trial, profile
 from .ranges import AutogradRanges, Captured, needs_of
 from .recorded import needs_gradient
 from .schedules import Action
@@ -219,7 +219,7 @@ class Call:
             return [torch.zeros_like(leaf) for leaf in carry], [Pieces(out[..., self.column(part)], cut.pieces)]
 
         with torch.enable_grad():
-            return profile(start, Sizes(0, 0, 0), x.device, lambda costs: room - _most_bytes(costs), rounds=0)
+            return profile(start, Sizes(0, 0, 0), OnDevice(x.device), lambda costs: room - _most_bytes(costs), rounds=0)
 
 
 def _most_bytes(costs: Costs) -> int:

@@ -1,7 +1,11 @@
 """What a step costs: bytes from the meter, seconds from the clock, by running small schedules on the real step.
 
 The interpreter itself runs them, so what is measured is what will be done. Nothing is left behind: outputs and
-gradients are thrown away, random streams and buffers put back.
+gradients are thrown away, random streams and buffers put back. Where tensors are fake, another gauge takes the place of
+meter and clock (see `estimate`).
+
+A stage can be recorded in two ways, and both are measured: with its whole tape, and with a selective one (see
+`selective`), which goes on the menu if it keeps less and takes less time than running the whole stage again would.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -22,6 +26,7 @@ from .ambient import recomputing
 from .chains import Chain, Stage, Tape
 from .interpreter import Interpreter
 from .meter import Phase, metering
+from .ranges import SELECTIVE, WHOLE
 from .recorded import bytes_of, hooks_set_aside
 from .schedules import Action, Advance, Backward, Load, Record
 
@@ -58,6 +63,46 @@ _IN_PAIRS: Final[tuple[Action, ...]] = (
     Backward(0, 1),
 )
 _ROUNDS: Final = 3
+_WORTH: Final = 15 / 16  # of a whole tape, carry included: a selective one keeps less, or is left out
+T = TypeVar("T")
+Job = Callable[[Callable[[], object]], T]
+
+
+class Gauge(Protocol):
+    """What bytes and seconds are read off."""
+
+    def bytes_of(self, job: Job[T]) -> tuple[list[Phase], T]:
+        """What happened before and between the marks that the job makes by calling what it is given; its result."""
+        ...
+
+    def seconds_of(self, job: Job[object]) -> list[float]:
+        """The seconds between the marks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """The meter and the clock of a device."""
+
+    device: torch.device
+
+    def bytes_of(self, job: Job[T]) -> tuple[list[Phase], T]:
+        """See `Gauge`."""
+        with metering(self.device) as session:
+            value = job(lambda: session.mark(""))
+        return session.phases, value
+
+    def seconds_of(self, job: Job[object]) -> list[float]:
+        """See `Gauge`."""
+        marks: list[float] = []
+
+        def mark() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            marks.append(time.perf_counter())
+
+        job(mark)
+        return [after - before for before, after in pairwise(marks)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,37 +171,101 @@ class Sizes:
 def profile(
     start: Callable[[], Trial],
     sizes: Sizes,
-    device: torch.device,
+    gauge: Gauge,
     room_bytes: Callable[[Costs], int],
     *,
     rounds: int = _ROUNDS,
+    selective: bool = False,
 ) -> Costs:
     """Measure one step.
 
     Args:
         start: makes a fresh trial of `STEPS` steps.
         sizes: what is known of the step's results.
-        device: whose memory counts.
+        gauge: what measures.
         room_bytes: how many bytes a first estimate leaves beyond the smallest budget; pairs run only where they fit.
         rounds: how often seconds are taken; with 0 they are those that a `Tape` has by default.
+        selective: whether to look at selective tapes as well; not where stages change their carry in place.
     """
     with recomputing(), _no_collections():
-        _run(start(), _SINGLY)  # what kernels and the step make once is made now
-        singly, parameters = _metered(start(), _SINGLY, device)
-        aside = _Aside.of(start().interpreter)
-        costs = _costs(_tape(singly, None, aside), singly, sizes, parameters, aside)
-        tape = costs.stage.menu[0]
-        pairs: list[Phase] | None = None
-        if room_bytes(costs) >= tape.tape_bytes + costs.stage.carry_bytes:
-            pairs, _ = _metered(start(), _IN_PAIRS, device)
-        timed = [_timed(start(), _IN_PAIRS if pairs else _SINGLY, device) for _ in range(rounds)]
-    if not timed:
-        return _costs(_tape(singly, pairs, aside), singly, sizes, parameters, aside)
-    tape = _with_seconds(_tape(singly, pairs, aside), timed)
-    return _costs(tape, singly, sizes, parameters, aside, _seconds(timed, Advance))
+        _run(start(), _SINGLY, WHOLE)  # what kernels and the step make once is made now
+        whole = _Entry(start, gauge, WHOLE)
+        first = whole.costs(sizes)
+        tape = first.stage.menu[0]
+        pairs = room_bytes(first) >= tape.tape_bytes + first.stage.carry_bytes
+        if pairs:
+            whole.measure_pairs()
+        entries = [whole]
+        if selective and pairs:
+            entries += _selective(first, start, gauge)
+        for _ in range(rounds):
+            for entry in entries:
+                entry.take_time()
+    costs = whole.costs(sizes)
+    return costs if len(entries) == 1 else _with_menu(costs, [entry.tape() for entry in entries])
 
 
-def _run(trial: Trial, actions: tuple[Action, ...], after: Callable[[], object] = lambda: None) -> int:
+def _selective(whole: Costs, start: Callable[[], Trial], gauge: Gauge) -> list[_Entry]:
+    """The second entry, if the stage can be recorded so, and then keeps less."""
+    try:
+        other = _Entry(start, gauge, SELECTIVE)
+    except Exception:  # transforms inside, a backward of its own, ...: it has run whole, so it is the hooks
+        return []
+    tape, less = whole.stage.menu[0], other.tape()
+    kept = less.tape_bytes + max(less.entering_bytes, less.leaving_bytes)
+    if kept > _WORTH * (tape.tape_bytes + max(tape.entering_bytes, tape.leaving_bytes)):
+        return []
+    other.measure_pairs()
+    return [other]
+
+
+def _with_menu(costs: Costs, menu: list[Tape]) -> Costs:
+    """With a menu of what is not dominated: whatever keeps less than the whole tape, without running all again."""
+    whole, advance_s = menu[0], costs.stage.forward_s
+    again_s = advance_s + whole.forward_s + whole.backward_s
+    kept = [whole, *(tape for tape in menu[1:] if tape.forward_s + tape.backward_s < again_s)]
+    return replace(costs, stage=msgspec.structs.replace(costs.stage, menu=tuple(kept)))
+
+
+class _Entry:
+    """Measurements of one entry of the menu."""
+
+    def __init__(self, start: Callable[[], Trial], gauge: Gauge, entry: int) -> None:
+        self._start, self._gauge, self._entry = start, gauge, entry
+        self._timed: list[list[tuple[Action, float]]] = []
+        self._pairs: list[Phase] | None = None
+        self._singly, self._parameters = self._metered(_SINGLY)
+        self._aside = _Aside.of(start().interpreter)
+
+    def _metered(self, actions: tuple[Action, ...]) -> tuple[list[Phase], int]:
+        trial = self._start()
+        phases, parameters = self._gauge.bytes_of(lambda mark: _run(trial, actions, self._entry, mark))
+        return phases[1 : len(actions) + 1], parameters  # the first is what comes before the first action
+
+    def measure_pairs(self) -> None:
+        """Measure two stages in one range as well."""
+        self._pairs, _ = self._metered(_IN_PAIRS)
+
+    def take_time(self) -> None:
+        """Take the seconds once more."""
+        actions, trial = _SINGLY if self._pairs is None else _IN_PAIRS, self._start()
+        spans = self._gauge.seconds_of(lambda mark: _run(trial, actions, self._entry, mark))
+        self._timed.append(list(zip(actions, spans, strict=True)))
+
+    def tape(self) -> Tape:
+        """What is known so far."""
+        tape = _tape(self._singly, self._pairs, self._aside)
+        if self._entry != WHOLE:
+            tape = msgspec.structs.replace(tape, name="selective")
+        return _with_seconds(tape, self._timed) if self._timed else tape
+
+    def costs(self, sizes: Sizes) -> Costs:
+        """What is known so far, with this as the only entry."""
+        advance_s = _seconds(self._timed, Advance) if self._timed else 0.0
+        return _costs(self.tape(), self._singly, sizes, self._parameters, self._aside, advance_s)
+
+
+def _run(trial: Trial, actions: tuple[Action, ...], entry: int, after: Callable[[], object] = lambda: None) -> int:
     """Carry the actions out; returns the bytes of the captured tensors' gradients."""
     interpreter = trial.interpreter
     backward = False
@@ -167,28 +276,9 @@ def _run(trial: Trial, actions: tuple[Action, ...], after: Callable[[], object] 
             if isinstance(action, Backward) and not backward:
                 backward = True
                 interpreter.start_backward(*trial.arriving())
-            interpreter.do(action)
+            interpreter.do(msgspec.structs.replace(action, entry=entry) if isinstance(action, Record) else action)
             after()
     return sum(bytes_of(gradient) for gradient in interpreter.captured.gradients if gradient is not None)
-
-
-def _metered(trial: Trial, actions: tuple[Action, ...], device: torch.device) -> tuple[list[Phase], int]:
-    with metering(device) as session:
-        parameters = _run(trial, actions, lambda: session.mark(""))
-    return session.phases[1 : len(actions) + 1], parameters  # the first is what comes before the first action
-
-
-def _timed(trial: Trial, actions: tuple[Action, ...], device: torch.device) -> list[tuple[Action, float]]:
-    marks: list[float] = []
-
-    def mark() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        marks.append(time.perf_counter())
-
-    _run(trial, actions, mark)
-    spans = [after - before for before, after in pairwise(marks)]
-    return list(zip(actions, spans, strict=True))
 
 
 def _seconds(timed: list[list[tuple[Action, float]]], kind: type) -> float:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd import graph
 
+from .ambient import States, Surroundings, recomputing
 from .errors import LateGradient
 from .recorded import (
     Boundary,
@@ -21,6 +22,7 @@ from .recorded import (
     added,
     can_need,
     copied,
+    detached,
     edge_of,
     needs_gradient,
     places_of,
@@ -30,6 +32,7 @@ from .recorded import (
     start_of_sums,
 )
 from .schedules import Record
+from .selective import recording, storages_of
 from .trees import Leaves
 
 Needs = Callable[[int], Sequence[bool]]  # which leaves of carry i need a gradient
@@ -162,6 +165,16 @@ class Captured:
         return taken
 
 
+WHOLE, SELECTIVE = 0, 1  # the entries of a stage's menu
+
+
+class Replays(NamedTuple):
+    """What a stage's replay within a backward needs: states that belong to carries, and settings to run under."""
+
+    states: States
+    surroundings: Surroundings
+
+
 class AutogradRanges:
     """A `Recorder` that leaves the tapes to autograd: one graph and one backward call a range.
 
@@ -171,13 +184,22 @@ class AutogradRanges:
         needs: which leaves of a carry need a gradient, by boundary.
         captured: tensors whose gradients are asked for, besides the carry's and the inputs'.
         copies: whether a stage changes its carry in place.
+        replays: what selective tapes need; without it, all are whole. Stages that change their carry have none.
     """
 
     def __init__(
-        self, stages: Stages, length: int, *, needs: Needs, captured: Captured, copies: ByStage = never
+        self,
+        stages: Stages,
+        length: int,
+        *,
+        needs: Needs,
+        captured: Captured,
+        copies: ByStage = never,
+        replays: Replays | None = None,
     ) -> None:
         self.stages, self.length = stages, length
-        self.needs, self.captured, self.copies = needs, captured, copies
+        self.needs, self.captured, self.copies, self.replays = needs, captured, copies, replays
+        self._alive = storages_of(captured.tensors) if replays is not None else frozenset()
         self.output_gradients: Sequence[Any] = ()
         self.anchor = torch.zeros((), requires_grad=True)
         self._one = torch.ones(())
@@ -197,7 +219,8 @@ class AutogradRanges:
                 if aliases := [leaf for leaf in inputs if needs_gradient(leaf)]:
                     recorded.inputs.append((index, aliases))
                 del aliases
-                carry, outputs = stages.run(index, carry, inputs, first=first)
+                run = stages.run if action.entry == WHOLE else self._run_selectively
+                carry, outputs = run(index, carry, inputs, first=first)
                 if first:
                     stages.emit(index, outputs)
                 for number in reversed(range(len(outputs))):  # the newest stack of the plain run adds first
@@ -215,6 +238,25 @@ class AutogradRanges:
                 recorded.resume = Resume.apply(recorded.box, self.anchor, *resumed, *handed)
         self._leave(recorded, carry)
         return Recording(recorded, carry, shared)
+
+    def _run_selectively(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:
+        """Stage `index` with a selective tape, which keeps the carry and its states for the replay."""
+        assert self.replays is not None, "planners choose what is on the menu"
+        assert not self.copies(index)
+        stages, (replay_states, surroundings) = self.stages, self.replays
+        entered, needs, states = detached(carry), [needs_gradient(leaf) for leaf in carry], replay_states.take()
+
+        def rerun() -> None:
+            with surroundings.entered(), recomputing():
+                replay_states.restore(states)
+                leaves = detached(entered)
+                for place in places_of(leaves):
+                    leaves[place].requires_grad_(needs[place])
+                stages.run(index, leaves, inputs, first=False)
+
+        given = storages_of(leaf for leaf in (*carry, *inputs) if isinstance(leaf, torch.Tensor))
+        with recording(rerun, given, self._alive):
+            return stages.run(index, carry, inputs, first=first)
 
     def _enter(self, action: Record, boundary: Boundary) -> tuple[RecordedRange, Leaves, list[torch.Tensor]]:
         """A new graph: its carry, and the aliases that `Resume` hands gradients of outputs to (rule 3)."""

@@ -163,7 +163,7 @@ class _Complete(BaseException):
 class _Tape:
     """One recorded stage: kept results and handles, until it has run again."""
 
-    def __init__(self, rerun: Callable[[], object], alive: frozenset[int]) -> None:
+    def __init__(self, rerun: Callable[[], object], alive: tuple[frozenset[int], ...]) -> None:
         self.rerun: Callable[[], object] | None = rerun
         self.results: list[_Kept | None] = []  # by number of the expensive call; None: given up
         self._alive = alive
@@ -173,6 +173,7 @@ class _Tape:
         self._last = -1  # the number of the last that was dropped
         self._needed = 0  # so many expensive calls come before it
         self._versions: list[tuple[int, ...]] = []
+        self._open = True  # the stage is running
         self._lock = threading.Lock()  # stages over several devices have their backward in several threads
 
     # ---- while it is recorded
@@ -186,7 +187,7 @@ class _Tape:
         kept = self._holders.get(memory)
         if kept is not None:
             return _Saved(tensor, kept, kept.versions())
-        if memory in self._alive:
+        if any(memory in those for those in self._alive):
             return tensor
         handle = _Handle(self, tensor)
         self._handles[number] = weakref.ref(handle)
@@ -219,6 +220,7 @@ class _Tape:
         """The stage has run: nothing is kept for what comes after the last dropped tensor."""
         del self.results[self._needed :]
         self._holders.clear()
+        self._open = False
         self._versions = [kept.versions() if kept else () for kept in self.results]
         if self._last < 0:
             self.rerun = None
@@ -231,6 +233,8 @@ class _Tape:
             rerun, self.rerun = self.rerun, None
             if rerun is None:
                 return
+            if self._open:
+                raise StepError("a stage that runs a backward of its own cannot have a selective tape")
             if any(kept and kept.versions() != then for kept, then in zip(self.results, self._versions, strict=True)):
                 raise StepError(
                     "the result of a matrix product or convolution was changed in place after its stage had run; "
@@ -339,7 +343,7 @@ class _Returning(TorchDispatchMode):
 
 
 @contextmanager
-def recording(rerun: Callable[[], object], alive: frozenset[int]) -> Iterator[None]:
+def recording(rerun: Callable[[], object], *alive: frozenset[int]) -> Iterator[None]:
     """Record what runs in the body selectively.
 
     Args:

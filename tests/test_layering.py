@@ -20,6 +20,8 @@ LAYERS = {
     "L2": {"curves", "planners", "simulator", "report", "plans", "tradeoff"},
     "L3": {
         "ambient",
+        "blockcosts",
+        "blocks",
         "budgets",
         "captures",
         "graph",
@@ -36,10 +38,11 @@ LAYERS = {
         "selective",
         "silence",
         "streams",
+        "survey",
         "sweeps",
         "trees",
     },
-    "L4": {"calls", "chunking", "knowledge", "layered", "recurrent", "scan"},
+    "L4": {"blockcalls", "calls", "chain", "chunking", "knowledge", "layered", "recurrent", "scan"},
     "L5": {"cli", "demo", "figures", "options"},
 }
 WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"cli", "options"}

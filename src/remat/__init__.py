@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .ambient import is_recomputing as is_recomputing
+    from .chain import chain as chain
+    from .chain import plan_chain as plan_chain
     from .chains import Chain as Chain
     from .chains import Stage as Stage
     from .chains import Tape as Tape
@@ -41,8 +43,10 @@ _HOMES: Final = {
     "StepError": "errors",
     "Tape": "chains",
     "UnsupportedChain": "errors",
+    "chain": "chain",
     "measure": "meter",
     "plan": "plans",
+    "plan_chain": "chain",
     "plan_scan": "scan",
     "recurrent": "recurrent",
     "scan": "scan",
@@ -60,9 +64,11 @@ __all__ = [
     "Tape",
     "UnsupportedChain",
     "__version__",
+    "chain",
     "is_recomputing",
     "measure",
     "plan",
+    "plan_chain",
     "plan_scan",
     "recurrent",
     "scan",

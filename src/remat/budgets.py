@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from .errors import StepError
 from .sizes import parse_bytes
 
 _SHARE = 0.9  # of what is free, when no budget is given: the rest is for what the caller does meanwhile
@@ -20,6 +21,19 @@ def budget_bytes(budget: int | str | None, device: torch.device) -> int:
         return parse_bytes(budget)
     share = int(free_bytes(device) * _SHARE)
     return share & ~((1 << max(share.bit_length() - 3, 0)) - 1)
+
+
+def agreed_budget_bytes(budget: int | str | None, device: torch.device) -> int:
+    """The same where several processes must plan the same.
+
+    Raises:
+        StepError: there are several, and no budget.
+    """
+    if budget is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise StepError(
+            "give budget= when there are several processes: what is free differs between them, and so would their plans"
+        )
+    return budget_bytes(budget, device)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -23,7 +23,7 @@ import torch
 
 from .streams import is_random_source
 
-_ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
+ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
 _LIBRARIES = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names}) - {"__main__", "__mp_main__"}
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")})
 _LOOKED_AT = 256  # values of a container that count as settings
@@ -71,7 +71,7 @@ def reach(step: object) -> Reached:
     keep: list[Any] = []  # temporaries must outlive the walk, or their ids would be given out again
     while queue:
         value = queue.pop()
-        if isinstance(value, _ATOMS) or id(value) in seen:
+        if isinstance(value, ATOMS) or id(value) in seen:
             continue
         seen.add(id(value))
         keep.append(value)
@@ -103,7 +103,7 @@ def reach(step: object) -> Reached:
 def _settings_of(value: Any) -> Iterator[Hashable]:
     """Plain values beside an object that may change what a step does or costs, but for those that steps change."""
     for owner, name, setting in _plain_values(value):
-        if isinstance(setting, _ATOMS) and (owner, name) not in moving:
+        if isinstance(setting, ATOMS) and (owner, name) not in moving:
             # Of a number with a fraction it matters at most whether it is 0, as of a dropout's probability.
             yield bool(setting) if isinstance(setting, float | complex) else _hashable(setting)
 
@@ -117,7 +117,7 @@ def _plain_values(value: Any) -> Iterator[tuple[Any, Any, Any]]:
         )
         yield from ((code, index, default) for index, default in enumerate(value.__defaults__ or ()))
         yield from ((code, name, default) for name, default in (value.__kwdefaults__ or {}).items())
-        if not _is_installed(value.__module__):
+        if not installed(value.__module__):
             named = named_globals(code) & value.__globals__.keys()
             yield from ((code, name, value.__globals__[name]) for name in sorted(named))
     elif isinstance(value, dict):
@@ -156,11 +156,11 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from _inside_module(value)
     elif not isinstance(value, types.ModuleType | type) and not _is_library(type(value)):
         yield from _attributes(value)
-        yield from _methods(type(value))
+        yield from methods_of(type(value))
 
 
 def _not_atoms(values: Iterable[Any]) -> Iterator[Any]:
-    return (value for value in values if not isinstance(value, _ATOMS))
+    return (value for value in values if not isinstance(value, ATOMS))
 
 
 def _is_library(owner: Any) -> bool:
@@ -168,7 +168,7 @@ def _is_library(owner: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_installed(module: str | None) -> bool:
+def installed(module: str | None) -> bool:
     """Whether a module was installed rather than written beside the step: its own globals are of no concern to it."""
     root = (module or "builtins").partition(".")[0]
     if root in _LIBRARIES:
@@ -182,7 +182,7 @@ def _inside_function(function: types.FunctionType) -> Iterator[Any]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()
-    if not _is_installed(function.__module__):
+    if not installed(function.__module__):
         yield from _named_globals(function)
 
 
@@ -192,9 +192,9 @@ def _named_globals(function: types.FunctionType) -> Iterator[Any]:
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
         if not isinstance(value, types.ModuleType):
-            if not isinstance(value, _ATOMS):
+            if not isinstance(value, ATOMS):
                 yield value
-        elif not _is_installed(value.__name__):
+        elif not installed(value.__name__):
             parts = (vars(value).get(attribute) for attribute in sorted(names))
             yield from (p for p in parts if isinstance(p, torch.Tensor | torch.nn.Module | types.FunctionType))
 
@@ -230,7 +230,7 @@ def _inside_module(module: torch.nn.Module) -> Iterator[Any]:
     yield from (module._forward_hooks, module._forward_pre_hooks)
     private = inspect.get_annotations(torch.nn.Module).keys() | {"training"}
     yield from _not_atoms(value for name, value in vars(module).items() if name not in private)
-    yield from _methods(type(module))
+    yield from methods_of(type(module))
 
 
 def _attributes(value: object) -> Iterator[Any]:
@@ -241,9 +241,10 @@ def _attributes(value: object) -> Iterator[Any]:
             yield from _not_atoms([getattr(value, name, None)])
 
 
-def _methods(owner: type) -> Iterator[Any]:
+def methods_of(owner: type) -> Iterator[Any]:
+    """Functions and tensors among the attributes of a class and its bases, as far as they are not installed."""
     for base in owner.__mro__:
-        if not _is_installed(base.__module__):
+        if not installed(base.__module__):
             for member in vars(base).values():
                 function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
                 if isinstance(function, types.FunctionType | torch.Tensor):

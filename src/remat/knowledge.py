@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from .ambient import States, by_itself, recomputing, refuse_kept
-from .budgets import budget_bytes
+from .budgets import agreed_budget_bytes
 from .calls import Call, Nature
 from .captures import reached_leaves
 from .errors import StepError
@@ -66,11 +66,7 @@ def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature,
         InfeasibleBudget: the budget is too small.
         StepError, MissedTensors: as `nature_of`.
     """
-    if budget is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise StepError(
-            "give budget= when there are several processes: what is free differs between them, and so would their plans"
-        )
-    limit = budget_bytes(budget, call.device)
+    limit = agreed_budget_bytes(budget, call.device)
     nature = nature_of(call)
     key = call.key()
     gradients = sum(leaf.nbytes for leaf in call.inputs.tensors() if leaf.requires_grad)

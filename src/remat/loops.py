@@ -90,7 +90,7 @@ class Loop:
         self.step, self.structure, self.length = step, structure, length
         self.outputs = outputs
         self.output_structure: Structure | None = None
-        self._kinds = [_kind(leaf) for leaf in carry]
+        self._kinds = [kind_of(leaf) for leaf in carry]
         self._becoming = becoming
         self._output_kinds: list[Any] = []
         self._input_structure = input_structure
@@ -114,7 +114,7 @@ class Loop:
         after, y = result
         if self.output_structure is None:
             self.output_structure = Structure(y)
-            self._output_kinds = [_kind(leaf) for leaf in self.output_structure.flatten(y)]
+            self._output_kinds = [kind_of(leaf) for leaf in self.output_structure.flatten(y)]
         try:
             leaves = self.structure.flatten(after)
         except Mismatch as error:
@@ -124,7 +124,7 @@ class Loop:
         except Mismatch as error:
             raise StepError(f"step {index} returned outputs of another structure than step 0: {error}") from None
         if self._becoming:
-            self._kinds[-self._becoming :] = map(_kind, leaves[-self._becoming :])
+            self._kinds[-self._becoming :] = map(kind_of, leaves[-self._becoming :])
             self._becoming = 0
         self._check(index, "a carry", self.structure, self._kinds, leaves)
         self._check(index, "outputs", self.output_structure, self._output_kinds, outputs)
@@ -151,7 +151,7 @@ class Loop:
     def _compare(self, index: int, carry: Leaves, outputs: Leaves, *, first: bool) -> None:
         assert self._fingerprints is not None
         assert self.output_structure is not None
-        found = [*map(_fingerprint, carry), *map(_fingerprint, outputs)]
+        found = [*map(fingerprint, carry), *map(fingerprint, outputs)]
         wanted = self._fingerprints[index % self.length]
         if first or wanted is None:
             self._fingerprints[index % self.length] = found
@@ -169,15 +169,15 @@ class Loop:
     @staticmethod
     def _check(index: int, what: str, structure: Structure, kinds: Sequence[Any], leaves: Leaves) -> None:
         for place, (kind, leaf) in enumerate(zip(kinds, leaves, strict=True)):
-            if _kind(leaf) != kind:
+            if kind_of(leaf) != kind:
                 raise StepError(
                     f"step {index} returned {what} whose leaf {structure.paths()[place] or 'value'} is "
-                    f"{_described(_kind(leaf))} instead of {_described(kind)}; shapes, dtypes and devices must stay "
+                    f"{described(kind_of(leaf))} instead of {described(kind)}; shapes, dtypes and devices must stay "
                     "as they are from step to step"
                 )
 
 
-def _fingerprint(leaf: Any) -> bytes | None:
+def fingerprint(leaf: Any) -> bytes | None:
     """A digest of a tensor's bits."""
     if not isinstance(leaf, torch.Tensor):
         return None
@@ -185,12 +185,13 @@ def _fingerprint(leaf: Any) -> bytes | None:
     return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
 
 
-def _kind(leaf: Any) -> Any:
+def kind_of(leaf: Any) -> Any:
     """What must not change from step to step."""
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else isinstance(leaf, torch.Tensor)
 
 
-def _described(kind: Any) -> str:
+def described(kind: Any) -> str:
+    """A kind as people write it."""
     if not kind:
         return "no tensor"
     shape, dtype, device = kind

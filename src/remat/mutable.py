@@ -45,7 +45,7 @@ def _sources_of(value: Any, places: Sequence[Place]) -> Iterator[Source]:
     own = {place.key for place in places if place.holder is value}
     if isinstance(value, torch.Tensor):
         if all(place.get() is not value for place in places):
-            yield _tensor_source(value)
+            yield tensor_source(value)
     elif isinstance(value, types.FunctionType):
         carried = {place.identity for place in places}
         if value.__closure__:
@@ -66,7 +66,8 @@ def _sources_of(value: Any, places: Sequence[Place]) -> Iterator[Source]:
         yield _items_source(f"an attribute of {type(value).__name__}", value, vars(value), own, owner=type(value))
 
 
-def _tensor_source(tensor: torch.Tensor) -> Source:
+def tensor_source(tensor: torch.Tensor) -> Source:
+    """A tensor that a step changes in place: a buffer."""
     # `.data`, because putting a value back is no change that autograd should complain of: recorded graphs saw it.
     return Source(
         f"a tensor of shape {list(tensor.shape)}",

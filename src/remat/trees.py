@@ -71,6 +71,11 @@ class Structure:
         return f"Structure({self._node.build(iter(['*'] * self.count))!r})"
 
 
+def leaves_of(value: Any) -> Leaves:
+    """The leaves of a value, left to right."""
+    return Structure(value).flatten(value)
+
+
 class Mismatch(ValueError):
     """A value does not have the structure it should have."""
 

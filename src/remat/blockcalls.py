@@ -1,0 +1,210 @@
+"""One call of `chain`, taken apart: blocks, carry, what they share, what is known of them, and the plan."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from .ambient import Surroundings, by_itself
+from .blocks import Block, Blocks
+from .budgets import agreed_budget_bytes
+from .chains import Chain, Stage
+from .errors import StepError
+from .plans import Plan, plan
+from .ranges import Captured
+from .recorded import needs_gradient, places_of
+from .streams import random_sources
+from .survey import Known, own_of, survey
+from .trees import Leaves, Structure
+
+_PLANS: Final = 256
+_plans: OrderedDict[Hashable, Plan] = OrderedDict()
+
+
+class ChainCall:
+    """One call of chain.
+
+    Attributes:
+        blocks: the blocks.
+        structure, carry: of carry 0.
+        arguments, keywords: what every block takes beside its carry.
+        shared: tensors among those that need a gradient.
+        captured: all tensors whose gradients are asked for beside the carry's.
+        used: by block the numbers of those it may use.
+        streams: random streams that blocks may draw from.
+        device: whose memory counts.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        carry: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        *,
+        check: bool = False,
+        missed: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.blocks = [Block(function) for function in functions]
+        self.structure = Structure(carry)
+        self.carry = self.structure.flatten(carry)
+        self.carry_places = places_of(self.carry)
+        self.arguments, self.keywords, self.check = arguments, keywords, check
+        around = Structure((arguments, keywords)).flatten((arguments, keywords))
+        reached = [tensor for tensor in around if isinstance(tensor, torch.Tensor)]
+        unique = {id(tensor): tensor for tensor in (*reached, *missed) if tensor.requires_grad}
+        self.shared = list(unique.values())
+        tensors = [leaf for leaf in self.carry if isinstance(leaf, torch.Tensor)] + reached
+        tensors += [tensor for block in self.blocks for tensor in block.tensors]
+        devices = {tensor.device for tensor in tensors}
+        self.device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+        self.surroundings = Surroundings({device.type for device in devices})
+        self.streams = random_sources(devices, [g for block in self.blocks for g in block.generators])
+        self._number()
+
+    def _number(self) -> None:
+        number_of: dict[int, int] = {}
+        self.captured: list[torch.Tensor] = []
+        self.used: list[list[int]] = []
+        for block in self.blocks:
+            numbers = []
+            for tensor in (*own_of(block, self.shared), *self.shared):
+                number = number_of.setdefault(id(tensor), len(number_of))
+                if number == len(self.captured):
+                    self.captured.append(tensor)
+                numbers.append(number)
+            self.used.append(numbers)
+
+    @property
+    def length(self) -> int:
+        """How many blocks there are."""
+        return len(self.blocks)
+
+    def surveyed(self) -> list[Known]:
+        """What is known of every block, by looking at those that are new.
+
+        Raises:
+            StepError, MissedTensors: as `survey`.
+        """
+        refuse_gathering(self.blocks)
+        job = lambda: survey(  # noqa: E731
+            self.blocks,
+            self.structure,
+            self.carry,
+            arguments=self.arguments,
+            keywords=self.keywords,
+            shared=self.shared,
+            streams=self.streams,
+            surroundings=self.surroundings,
+            device=self.device,
+        )
+        with torch.enable_grad():
+            return by_itself(job, self.surroundings)
+
+    def planned(self, known: Sequence[Known], budget: int | str | None, planner: str) -> Plan:
+        """The plan within a budget, made or remembered.
+
+        Raises:
+            InfeasibleBudget: the budget is too small.
+        """
+        limit = agreed_budget_bytes(budget, self.device)
+        chain = self.chain(known)
+        key = (chain, limit, planner)
+        found = _plans.get(key)
+        if found is None:
+            found = plan(chain, limit, planner)
+            while len(_plans) >= _PLANS:
+                _plans.popitem(last=False)
+            _plans[key] = found
+        return found
+
+    def chain(self, known: Sequence[Known]) -> Chain:
+        """What the blocks cost in this call."""
+        captured = Captured(self.captured, self.used)
+        states = self._state_bytes(known)
+        copies = copied_stages(known)
+        last = known[-1]
+        stages = [self._stage(index, of, captured, states, copies=copies[index]) for index, of in enumerate(known)]
+        return Chain(
+            tuple((stage, len(list(equal))) for stage, equal in groupby(stages)),
+            final_carry_bytes=last.leaving_bytes,
+            output_bytes=2 * (states + sum(of.state_bytes for of in known)),
+            output_gradient_bytes=last.leaving_bytes if any(last.leaving.needs) else 0,
+        )
+
+    def _state_bytes(self, known: Sequence[Known]) -> int:
+        """Bytes of the random states that belong to each carry."""
+        drawn = frozenset[int]().union(*(of.draws for of in known))
+        states = [self.streams[number].get() for number in drawn]
+        return sum(state.nbytes for state in states if isinstance(state, torch.Tensor))
+
+    def _stage(self, index: int, of: Known, captured: Captured, states: int, *, copies: bool) -> Stage:
+        stage = of.stage
+        gradients = 0
+        for number, size in zip(self.used[index], of.gradients, strict=True):
+            tensor = captured.tensors[number]
+            once = captured.first[number] == captured.last[number]
+            if captured.last[number] == index and not (once and tensor.is_leaf and tensor.grad is not None):
+                gradients += size
+        carry_bytes = of.carry_bytes * (2 if copies else 1) + states
+        if _several_processes():
+            stage = _without_clock(stage)
+        return msgspec.structs.replace(stage, carry_bytes=carry_bytes, gradient_bytes=gradients)
+
+    def stages(self, known: Sequence[Known]) -> Blocks:
+        """The blocks, ready to be run."""
+        changes = [block.sources_of(of.changes) for block, of in zip(self.blocks, known, strict=True)]
+        functions = [block.function for block in self.blocks]
+        return Blocks(functions, self.structure, changes, self.arguments, self.keywords, check=self.check)
+
+
+def copied_stages(known: Sequence[Known]) -> list[bool]:
+    """Which blocks change their carry in place, themselves or through a view of it that they hand on; no one after."""
+    copies, after = [False] * (len(known) + 1), False
+    for index in reversed(range(len(known))):
+        after = known[index].copies or (known[index].aliases and after)
+        copies[index] = after
+    return copies
+
+
+def _several_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _without_clock(stage: Stage) -> Stage:
+    """Seconds from bytes: processes that measure other seconds must plan the same all the same."""
+    tape = stage.menu[0]
+    forward_s = 1e-9 * (1 + stage.carry_bytes + tape.tape_bytes)
+    tape = msgspec.structs.replace(tape, forward_s=forward_s, backward_s=2 * forward_s)
+    return msgspec.structs.replace(stage, menu=(tape,), forward_s=forward_s)
+
+
+def refuse_gathering(blocks: Sequence[Block]) -> None:
+    """Blocks that gather their parameters themselves would scatter the gradients before they are there.
+
+    Raises:
+        StepError: there is one.
+    """
+    for module in _modules(blocks):
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            raise StepError(
+                f"a block is, or calls, a {type(module).__name__} that fully_shard wraps on its own; wrap the module "
+                "whose forward calls remat.chain instead, so that parameters are gathered once before the chain and "
+                "reduced once after it"
+            )
+
+
+def _modules(blocks: Sequence[Block]) -> Iterator[torch.nn.Module]:
+    for block in blocks:
+        if isinstance(block.function, torch.nn.Module):
+            yield from block.function.modules()
+
+
+def in_need(leaves: Leaves) -> bool:
+    """Whether anything among some leaves needs a gradient."""
+    return any(map(needs_gradient, leaves))

@@ -1,0 +1,280 @@
+"""Blocks of a chain: what each is, what it uses and may change; and all of them as stages for the interpreter.
+
+A call of a chain has to know its blocks again each time, at a cost that is small beside running them. Most are modules
+that hold nothing but parameters, buffers and plain settings; a quick walk says all about those. Everything else is
+walked through as a step of `scan` is (`captures.reach`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+
+from .ambient import Source
+from .captures import ATOMS, Reached, installed, methods_of, moving, named_globals, reach
+from .errors import StepError
+from .loops import described, fingerprint, kind_of
+from .mutable import mutable_sources, tensor_source
+from .trees import Leaves, Mismatch, Structure
+
+_PRIVATE: Final = frozenset(inspect.get_annotations(torch.nn.Module)) | {"training"}
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Block:
+    """One block, as it is now.
+
+    Attributes:
+        function: what is called.
+        tensors: all that it can reach, each once.
+        key: equal for blocks that do and cost the same on the same carry.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        seen = _plain(function)
+        self._buffers: list[torch.Tensor] | None = None
+        if seen is not None:
+            self.tensors, self._buffers, settings = seen
+        else:
+            self.tensors = self.reached.tensors
+            settings = (*self.reached.codes, *self.reached.settings)
+        self.captured = [tensor for tensor in self.tensors if tensor.requires_grad]
+        self.key: Hashable = (settings, *map(_like, self.tensors))
+
+    @cached_property
+    def reached(self) -> Reached:
+        """All that the block can reach."""
+        return reach(self.function)
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return getattr(self.function, "__name__", None) or type(self.function).__name__
+
+    @property
+    def generators(self) -> list[object]:
+        """Its own generators of random numbers."""
+        return self.reached.generators if self._buffers is None else []
+
+    def sources(self) -> tuple[Source, ...]:
+        """All beside its carry and random streams that it could change, in an order that depends on its key alone."""
+        if self._buffers is None:
+            return mutable_sources(self.reached)
+        others = [value for value in self.reached.changeable if not isinstance(value, torch.Tensor)]
+        return (*map(tensor_source, self._buffers), *mutable_sources(Reached(changeable=others)))
+
+    def sources_of(self, numbers: Sequence[int]) -> list[Source]:
+        """Some of them."""
+        if self._buffers is not None and all(number < len(self._buffers) for number in numbers):
+            return [tensor_source(self._buffers[number]) for number in numbers]
+        sources = self.sources()
+        return [sources[number] for number in numbers]
+
+
+def _like(tensor: torch.Tensor) -> Hashable:
+    """What of a tensor decides about costs; a gradient that exists already need not be made."""
+    made = tensor.requires_grad and tensor.is_leaf and tensor.grad is not None
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, made, type(tensor)
+
+
+# ---- the quick walk
+
+
+def _plain(function: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Hashable] | None:
+    """Tensors, buffers and settings of a module that holds nothing else; None if it does."""
+    if not isinstance(function, torch.nn.Module):
+        return None
+    tensors: dict[int, torch.Tensor] = {}
+    buffers: list[torch.Tensor] = []
+    settings: list[Hashable] = []
+    numbers: dict[int, int] = {}  # of modules; of tensors, so that tied ones look so
+    places: dict[int, int] = {}
+    queue = [function]
+    while queue:
+        module = queue.pop()
+        known = numbers.setdefault(id(module), len(numbers))
+        settings.append(known)
+        if known < len(numbers) - 1:
+            continue
+        if not _settings(module, settings):
+            return None
+        held = (tensor for tensor in module._buffers.values() if tensor is not None and not tensor.requires_grad)
+        buffers.extend(tensor for tensor in held if id(tensor) not in tensors)
+        for group in (module._parameters, module._buffers):
+            for name, value in group.items():
+                tensors.update({} if value is None else {id(value): value})
+                settings.append((name, None if value is None else places.setdefault(id(value), len(places))))
+        queue.extend(child for child in module._modules.values() if child is not None)
+    return list(tensors.values()), buffers, tuple(settings)
+
+
+def _settings(module: torch.nn.Module, settings: list[Hashable]) -> bool:
+    """Add the module's type and plain attributes; False if it has others, or hooks."""
+    kind: Any = type(module)
+    values = vars(module)
+    library = kind.__module__.startswith("torch.nn.modules")
+    if not library and not _plain_class(kind):
+        return False
+    if any(values.get(name) for name in _HOOKS):
+        return False
+    settings += [kind, module.training]
+    for name, value in values.items():
+        if name in _PRIVATE or (kind, name) in moving:
+            continue
+        if isinstance(value, float):
+            settings.append(bool(value))  # it matters at most whether it is 0
+        elif isinstance(value, ATOMS) and not isinstance(value, range | slice):
+            settings.append(value)
+        elif isinstance(value, tuple | list if library else tuple) and all(isinstance(part, ATOMS) for part in value):
+            settings.append(tuple(value))
+        else:
+            return False
+    return True
+
+
+_plain_classes: dict[type, bool] = {}
+
+
+def _plain_class(kind: type) -> bool:
+    """Whether the methods of a class reach nothing but functions, types and libraries."""
+    known = _plain_classes.get(kind)
+    if known is None:
+        functions, seen = list(methods_of(kind)), set[Any]()
+        known = True
+        while functions and known:
+            function = functions.pop()
+            if function in seen or not isinstance(function, types.FunctionType):
+                known = known and not isinstance(function, torch.Tensor)
+                continue
+            seen.add(function)
+            known = all(isinstance(cell.cell_contents, type) for cell in function.__closure__ or ())
+            if not installed(function.__module__):
+                for name in named_globals(function.__code__) & function.__globals__.keys():
+                    value = function.__globals__[name]
+                    if isinstance(value, types.FunctionType):
+                        functions.append(value)
+                    elif isinstance(value, types.ModuleType):
+                        known = known and installed(value.__name__)
+                    else:
+                        known = known and isinstance(value, (*ATOMS, type, types.BuiltinFunctionType))
+                known = known and not named_globals(function.__code__, assigned=True)
+        _plain_classes[kind] = known
+    return known
+
+
+# ---- stages
+
+
+class Blocks:
+    """Blocks as stages, for one call.
+
+    Args:
+        functions: the blocks.
+        structure: of carry 0.
+        changes: for every block what it changes beside its carry, by its nature.
+        arguments, keywords: what every block takes beside the carry.
+        check: compare replays with first runs.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        structure: Structure,
+        changes: Sequence[Sequence[Source]],
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+        *,
+        check: bool = False,
+    ) -> None:
+        self.functions, self.changes = functions, changes
+        self.structures: list[Structure | None] = [structure, *(None for _ in functions)]
+        self._arguments, self._keywords = arguments, keywords or {}
+        self._kinds: list[Any] = [None] * len(functions)
+        self._fingerprints: list[Any] | None = [None] * len(functions) if check else None
+        self._before: list[list[Any] | None] = [None] * len(functions)
+
+    def inputs(self, index: int, *, recording: bool) -> Leaves:
+        """None: shared arguments are captured tensors."""
+        del index, recording
+        return []
+
+    def run(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:
+        """One block; a replay must return what the first run did."""
+        del inputs, first
+        structure = self.structures[index]
+        assert structure is not None, "blocks run in order"
+        with self._state(index):
+            result = self.functions[index](structure.build(carry), *self._arguments, **self._keywords)
+        after = self.structures[index + 1]
+        if after is None:
+            after = self.structures[index + 1] = Structure(result)
+        try:
+            leaves = after.flatten(result)
+        except Mismatch as error:
+            raise StepError(
+                f"a replay of block {index} returned another structure than its first run: {error}"
+            ) from None
+        self._compare(index, after, leaves)
+        return leaves, []
+
+    def emit(self, index: int, outputs: Leaves) -> None:
+        """A chain has no outputs but its final carry."""
+
+    def take_input_gradients(self, index: int, gradients: list[torch.Tensor | None]) -> None:
+        """Nor inputs."""
+
+    def restart(self) -> None:
+        """Put everything back to what it was before the first runs."""
+        for sources, states in zip(reversed(self.changes), reversed(self._before), strict=True):
+            for source, state in zip(sources, states or (), strict=False):
+                source.set(state)
+
+    @contextmanager
+    def _state(self, index: int) -> Iterator[None]:
+        """The first run of a block finds what is there; a replay what the first run found, and leaves no trace."""
+        sources = self.changes[index]
+        if not sources:
+            yield
+            return
+        before, now = self._before[index], [source.get() for source in sources]
+        if before is None:
+            self._before[index] = now
+            yield
+            return
+        for source, state in zip(sources, before, strict=True):
+            source.set(state)
+        try:
+            yield
+        finally:
+            for source, state in zip(sources, now, strict=True):
+                source.set(state)
+
+    def _compare(self, index: int, structure: Structure, leaves: Leaves) -> None:
+        kinds = [kind_of(leaf) for leaf in leaves]
+        if self._kinds[index] is None:
+            self._kinds[index] = kinds
+        for place, (kind, wanted) in enumerate(zip(kinds, self._kinds[index], strict=True)):
+            if kind != wanted:
+                raise StepError(
+                    f"a replay of block {index} returned {structure.paths()[place] or 'a value'} as {described(kind)} "
+                    f"instead of {described(wanted)}: it reads something that has changed since its first run"
+                )
+        if self._fingerprints is None:
+            return
+        found = list(map(fingerprint, leaves))
+        wanted = self._fingerprints[index]
+        if wanted is None:
+            self._fingerprints[index] = found
+        elif found != wanted:
+            place = next(place for place, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
+            raise StepError(
+                f"a replay of block {index} gives another {structure.paths()[place] or 'value'} than its first run; it "
+                "is not deterministic: it reads something that has changed meanwhile, or uses a kernel that is not"
+            )

@@ -1,0 +1,351 @@
+"""What blocks do and cost: each kind of block on each kind of carry is looked at and measured once, and remembered.
+
+A walk along the chain knows from what it has seen which carry leaves a block. It runs blocks only to reach one that is
+new, on the real carry that enters it: once without autograd, once recorded and looked at, then measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from .ambient import Source, States, Surroundings, recomputing, refuse_kept
+from .blockcosts import Subject, as_they_were, measured
+from .blocks import Block, Blocks
+from .captures import unseen_leaves
+from .chains import Stage
+from .errors import KeptTensors, StepError
+from .mutable import note_moving, refuse_changes
+from .recorded import can_need, copied, detached, needs_gradient, sequence_number
+from .silence import silence
+from .streams import random_sources
+from .trees import Leaves, Structure
+
+
+class MissedTensors(Exception):  # never reaches the user
+    """A recorded graph reaches leaves that the walk from a block had missed."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
+class Kind(NamedTuple):
+    """What of a carry decides what blocks do and cost: its structure, its leaves, which of them need a gradient."""
+
+    structure: Structure
+    leaves: tuple[Hashable, ...]
+    needs: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, structure: Structure, leaves: Leaves) -> Kind:
+        """The kind of a carry."""
+        return cls(structure, tuple(map(_kind, leaves)), tuple(map(needs_gradient, leaves)))
+
+
+def _kind(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, type(leaf)
+    kind: type = type(leaf)
+    return leaf if isinstance(leaf, int | str | None) else kind
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a block on a carry.
+
+    Attributes:
+        leaving: the kind of the carry that leaves it.
+        carry_bytes, leaving_bytes: of the carries that enter and leave, by storage.
+        copies: whether it changes its carry in place.
+        aliases: whether the leaving carry shares storage with the entering one.
+        grad_mode: whether it computes otherwise when autograd is off.
+        changes: what it changes beside its carry, by number among `Block.sources`.
+        state_bytes: bytes of that.
+        draws: which random streams it draws from, by number.
+        stage: its costs, without gradients that stay.
+        gradients: bytes of the gradients of what it has captured, its own first, then what all blocks share.
+    """
+
+    leaving: Kind
+    carry_bytes: int
+    leaving_bytes: int
+    copies: bool
+    aliases: bool
+    grad_mode: bool
+    changes: tuple[int, ...]
+    state_bytes: int
+    draws: frozenset[int]
+    stage: Stage
+    gradients: tuple[int, ...]
+
+
+_KEPT: Final = 4096
+_known: dict[Hashable, Known] = {}
+
+
+def survey(
+    blocks: Sequence[Block],
+    structure: Structure,
+    carry: Leaves,
+    *,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    shared: Sequence[torch.Tensor],
+    streams: tuple[Source, ...],
+    surroundings: Surroundings,
+    device: torch.device,
+) -> list[Known]:
+    """What is known of every block, in order; leaves no trace.
+
+    Args:
+        blocks: the blocks.
+        structure, carry: of carry 0, leaves that need a gradient saying so.
+        arguments, keywords: what every block takes beside its carry.
+        shared: the tensors among those that need a gradient.
+        streams: random streams that blocks may draw from.
+        surroundings: the settings to run under.
+        device: whose memory counts.
+
+    Raises:
+        StepError: a block does what a chain cannot follow.
+        MissedTensors: a block uses tensors that are not known.
+    """
+    walk = _Walk(blocks, structure, carry, arguments, keywords, shared, streams, surroundings, device)
+    return walk.all()
+
+
+class _Walk:
+    """A walk along the chain; the arguments are those of `survey`."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        structure: Structure,
+        carry: Leaves,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        shared: Sequence[torch.Tensor],
+        streams: tuple[Source, ...],
+        surroundings: Surroundings,
+        device: torch.device,
+    ) -> None:
+        self.blocks, self.shared, self.streams = blocks, shared, streams
+        self.arguments, self.keywords = arguments, keywords
+        self.surroundings, self.device = surroundings, device
+        self._structure, self._carry = structure, carry
+        self._kind = Kind.of(structure, carry)
+        self._at = 0  # the carry at hand enters this block
+        places = Structure((arguments, keywords))
+        around = tuple(map(_kind, places.flatten((arguments, keywords))))
+        self._around = (places, around, surroundings.key(), torch.get_num_threads())
+
+    def all(self) -> list[Known]:
+        """What is known of every block."""
+        found: list[Known] = []
+        for block in self.blocks:
+            key = (block.key, self._kind, self._around)
+            known = _known.get(key)
+            if known is None:
+                known = self._look(block, found)
+                while len(_known) >= _KEPT:
+                    _known.pop(next(iter(_known)))
+                _known[key] = known
+            found.append(known)
+            self._kind = known.leaving
+        return found
+
+    def _look(self, block: Block, before: list[Known]) -> Known:
+        """Go to a block that is new, and look at it."""
+        states = States(self.streams)
+        with recomputing(), silence(), states.undisturbed():
+            self._go(before)
+            marked = _marked(copied(detached(self._carry)), self._kind.needs)
+            return _Look(self, block, self._structure, marked).known()
+
+    def _go(self, before: list[Known]) -> None:
+        """Run the blocks up to the one that is new."""
+        for index in range(self._at, len(before)):
+            changes = [self.blocks[index].sources_of(before[index].changes)]
+            stage = Blocks([self.blocks[index].function], self._structure, changes, self.arguments, self.keywords)
+            with torch.no_grad(), self.surroundings.own_cast_cache(), as_they_were(changes[0]):
+                carry = copied(self._carry) if before[index].copies else self._carry
+                self._carry, _ = stage.run(0, carry, [], first=True)
+            after = stage.structures[1]
+            assert after is not None
+            self._structure = after
+        self._at = len(before)
+
+
+def untraced(
+    functions: Sequence[Callable[..., Any]], x: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    """What blocks return, run without autograd, everything they change put back."""
+    with recomputing(), silence(), torch.no_grad():
+        for function in functions:
+            block = Block(function)
+            devices = {tensor.device for tensor in block.tensors}
+            with as_they_were([*random_sources(devices, block.generators), *block.sources()]):
+                x = function(x, *arguments, **keywords)
+    return x
+
+
+def own_of(block: Block, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What a block has captured and is not shared by all."""
+    ids = set(map(id, shared))
+    return [tensor for tensor in block.captured if id(tensor) not in ids]
+
+
+class _Look:
+    """Runs one block a few times and looks."""
+
+    def __init__(self, walk: _Walk, block: Block, structure: Structure, carry: Leaves) -> None:
+        self.walk, self.block, self.structure, self.carry = walk, block, structure, carry
+        self.captured = [*own_of(block, walk.shared), *walk.shared]
+        self.sources = block.sources()
+
+    def known(self) -> Known:
+        """What the block does and costs."""
+        states = States((*self.walk.streams, *self.sources))
+        with states.undisturbed():
+            carry = copied(detached(self.carry))
+            fixed = [*self.block.reached.fixed, *self.captured]
+            versions = [tensor._version for tensor in fixed]
+            before = tuple(leaf._version for leaf in carry if isinstance(leaf, torch.Tensor))
+            plain = self._without_autograd(carry)
+            copies = before != tuple(leaf._version for leaf in carry if isinstance(leaf, torch.Tensor))
+            aliases = plain is not None and bool(set(_storages(carry)) & set(_storages(plain[1])))
+            refuse_changes(fixed, versions)
+            changed = self._changes(states)
+            states.restart()
+            structure, after = self._record(copies=copies)
+        same = plain is not None and structure == plain[0] and all(map(_same_bits, plain[1], after))
+        leaving = Kind.of(structure, after)
+        own = tuple(number - len(self.walk.streams) for number in changed if number >= len(self.walk.streams))
+        state_bytes = sum(_state_bytes(self.sources[number]) for number in own)
+        sizes = _bytes_by_storage(self.carry), _bytes_by_storage(after)
+        empty = [torch.empty_like(leaf) if need else None for leaf, need in zip(after, leaving.needs, strict=True)]
+        del after, plain
+        stage, gradients = measured(
+            Subject(
+                self.stages([self.sources[number] for number in own]),
+                self.carry,
+                *sizes,
+                leaving.needs,
+                empty,
+                self.captured,
+                len(self.walk.shared),
+                copies,
+                not same,
+                [*self.walk.streams, *(self.sources[number] for number in own)],
+            ),
+            self.walk.surroundings,
+            self.walk.device,
+        )
+        draws = frozenset(number for number in changed if number < len(self.walk.streams))
+        return Known(leaving, *sizes, copies, aliases, not same, own, state_bytes, draws, stage, tuple(gradients))
+
+    def stages(self, changes: Sequence[Source] = ()) -> Blocks:
+        """The block as a chain of one."""
+        return Blocks([self.block.function], self.structure, [changes], self.walk.arguments, self.walk.keywords)
+
+    def _without_autograd(self, carry: Leaves) -> tuple[Structure, Leaves] | None:
+        """What the block returns when autograd is off; None if it cannot do without, as when it takes gradients."""
+        stages = self.stages()
+        try:
+            with torch.no_grad(), self.walk.surroundings.own_cast_cache():
+                after, _ = stages.run(0, carry, [], first=True)
+        except StepError:
+            raise
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            return None
+        structure = stages.structures[1]
+        assert structure is not None
+        return structure, after
+
+    def _changes(self, states: States) -> list[int]:
+        changes = [
+            (number, source, start, end)
+            for number, (source, start) in enumerate(zip(states.sources, states.start, strict=True))
+            if not source.same(start, end := source.get())
+        ]
+        for _, source, start, end in changes:
+            note_moving(source, start, end)
+        try:
+            refuse_kept((source, start, end) for _, source, start, end in changes)
+        except KeptTensors as kept:
+            names = ", ".join(str(place.name) for place in kept.places)
+            raise StepError(
+                f"block {self.block.name} keeps a tensor with a gradient beside its carry, in {names}, and gradients "
+                "cannot follow it there; return it as a part of the carry, or keep value.detach()"
+            ) from None
+        return [number for number, *_ in changes]
+
+    def _record(self, *, copies: bool) -> tuple[Structure, Leaves]:
+        first_sequence = sequence_number()
+        stages = self.stages()
+        with torch.enable_grad(), self.walk.surroundings.own_cast_cache():
+            inner = [leaf.clone() if needs_gradient(leaf) or copies else leaf for leaf in self.carry]
+            after, _ = stages.run(0, inner, [], first=True)
+        known = [*self.captured, *filter(needs_gradient, self.carry)]
+        nodes = [leaf.grad_fn for leaf in after if needs_gradient(leaf)]
+        refuse_unseen(unseen_leaves(nodes, known, first_sequence, None), self.block.name)
+        structure = stages.structures[1]
+        assert structure is not None
+        return structure, after
+
+
+def refuse_unseen(unseen: list[Any], name: str) -> None:
+    """Report, or refuse, what a recorded graph reaches beyond what is known.
+
+    Raises:
+        MissedTensors: leaves that the walk from the block had missed.
+        StepError: the result of something outside, that the walk had missed.
+    """
+    for node in unseen:
+        if not isinstance(node, torch.Tensor):
+            raise StepError(
+                f"block {name} uses the result of {type(node).__name__}, computed outside of it, in a way that cannot "
+                "be seen, so its gradient would be lost; pass it to remat.chain as a shared argument"
+            )
+    if unseen:
+        raise MissedTensors(unseen)
+
+
+# ---- small things
+
+
+def _marked(leaves: Leaves, needs: Sequence[bool]) -> Leaves:
+    for leaf, need in zip(leaves, needs, strict=True):
+        if need and isinstance(leaf, torch.Tensor) and can_need(leaf):
+            leaf.requires_grad_()
+    return leaves
+
+
+def _storages(leaves: Leaves) -> dict[int, int]:
+    """Bytes of every storage behind some leaves, by its address."""
+    return {
+        leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    }
+
+
+def _bytes_by_storage(leaves: Leaves) -> int:
+    return sum(_storages(leaves).values())
+
+
+def _state_bytes(source: Source) -> int:
+    state = source.get()
+    return state.nbytes if isinstance(state, torch.Tensor) else 0
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return True
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)

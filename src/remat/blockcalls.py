@@ -16,6 +16,7 @@ from .budgets import agreed_budget_bytes
 from .chains import Chain, Stage
 from .errors import StepError
 from .plans import Plan, plan
+from .profiler import OnDevice
 from .ranges import Captured
 from .recorded import needs_gradient, places_of
 from .streams import random_sources
@@ -101,7 +102,7 @@ class ChainCall:
             shared=self.shared,
             streams=self.streams,
             surroundings=self.surroundings,
-            device=self.device,
+            gauge=OnDevice(self.device),
         )
         with torch.enable_grad():
             return by_itself(job, self.surroundings)
@@ -154,7 +155,8 @@ class ChainCall:
         carry_bytes = of.carry_bytes * (2 if copies else 1) + states
         if _several_processes():
             stage = _without_clock(stage)
-        return msgspec.structs.replace(stage, carry_bytes=carry_bytes, gradient_bytes=gradients)
+        menu = stage.menu[:1] if copies else stage.menu
+        return msgspec.structs.replace(stage, carry_bytes=carry_bytes, gradient_bytes=gradients, menu=menu)
 
     def stages(self, known: Sequence[Known]) -> Blocks:
         """The blocks, ready to be run."""

@@ -1,4 +1,4 @@
-"""What one block costs: bytes from the meter, seconds from the clock, by running it alone on its real carry.
+"""What one block costs: bytes and seconds off a gauge, by running it alone on its real carry.
 
 The interpreter runs it, so what is measured is what will be done. The rules of what is alive stand in `chains`.
 """
@@ -6,21 +6,22 @@ The interpreter runs it, so what is measured is what will be done. The rules of 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from .ambient import Source, States, Surroundings
 from .chains import Stage, Tape
 from .interpreter import Interpreter
-from .meter import Session, metering
-from .profiler import no_collections
-from .ranges import AutogradRanges, Captured, Stages
+from .profiler import Gauge, no_collections
+from .ranges import SELECTIVE, WHOLE, AutogradRanges, Captured, Replays, Stages
 from .recorded import Boundary, bytes_of, copied, hooks_set_aside, needs_gradient
-from .schedules import Advance, Backward, Load, Record
+from .schedules import Advance, Backward, Record
 from .trees import Leaves
+
+_WORTH: Final = 15 / 16  # of a whole tape, carry included: a selective one keeps less, or is left out
 
 
 class Subject(NamedTuple):
@@ -37,6 +38,7 @@ class Subject(NamedTuple):
         copies: whether it changes its carry in place.
         grad_mode: whether it computes otherwise when autograd is off.
         sources: what it changes: set back after each run.
+        streams: random streams that it draws from.
     """
 
     stages: Stages
@@ -50,30 +52,38 @@ class Subject(NamedTuple):
     copies: bool
     grad_mode: bool
     sources: Sequence[Source]
+    streams: tuple[Source, ...]
 
 
-def measured(of: Subject, surroundings: Surroundings, device: torch.device) -> tuple[Stage, list[int]]:
+def measured(of: Subject, surroundings: Surroundings, gauge: Gauge, rounds: int) -> tuple[Stage, list[int]]:
     """What the block costs as a stage, and the bytes of the gradients of what it has captured, in order.
 
-    Two rounds: in one somebody else keeps the entering carry, in the other the tape alone does.
+    Args:
+        of: the block.
+        surroundings: the settings to run under.
+        gauge: what measures.
+        rounds: how often seconds are taken, beside the run whose bytes are counted.
     """
-    with no_collections(), as_they_were(of.sources):
-        kept, gradients = _round(of, surroundings, device, keep=True)
-        alone, _ = _round(of, surroundings, device, keep=False)
-    tape_bytes = max(kept.record.net - of.leaving_bytes, 0)
-    entering = alone.record.net + of.carry_bytes - of.leaving_bytes - tape_bytes
-    tape = Tape(
-        tape_bytes=tape_bytes,
-        entering_bytes=min(max(entering, 0), of.carry_bytes),
-        leaving_bytes=max(of.leaving_bytes + min(kept.drop.net, 0), 0),
-        forward_s=min(kept.record.seconds, alone.record.seconds),
-        backward_s=min(kept.backward.seconds, alone.backward.seconds),
-        workspace_bytes=max(kept.record.peak - tape_bytes - of.leaving_bytes, 0),
-        backward_workspace_bytes=kept.backward.peak,
-    )
-    advance_s = min(kept.advance.seconds, alone.advance.seconds)
-    workspace = max(kept.advance.peak - of.leaving_bytes, 0)
-    return Stage(of.carry_bytes, (tape,), forward_s=advance_s, workspace_bytes=workspace), gradients
+    with no_collections(), as_they_were([*of.sources, *of.streams]):
+        whole = _Run(of, surroundings, gauge, WHOLE, rounds)
+        menu = [whole.tape]
+        if not of.copies:
+            try:
+                other = _Run(of, surroundings, gauge, SELECTIVE, rounds)
+            except Exception:  # transforms inside, a backward of its own, ...: it has run whole, so it is the hooks
+                pass
+            else:
+                again_s = whole.advance.seconds + whole.tape.forward_s + whole.tape.backward_s
+                less = _kept_bytes(other.tape) <= _WORTH * _kept_bytes(whole.tape)
+                if less and other.tape.forward_s + other.tape.backward_s < again_s:
+                    menu.append(other.tape)
+    workspace = max(whole.advance.peak - of.leaving_bytes, 0)
+    stage = Stage(of.carry_bytes, tuple(menu), forward_s=whole.advance.seconds, workspace_bytes=workspace)
+    return stage, whole.gradients
+
+
+def _kept_bytes(tape: Tape) -> int:
+    return tape.tape_bytes + max(tape.entering_bytes, tape.leaving_bytes)
 
 
 class _Phase(NamedTuple):
@@ -84,83 +94,98 @@ class _Phase(NamedTuple):
     seconds: float
 
 
-class _Round(NamedTuple):
-    advance: _Phase
-    record: _Phase
-    drop: _Phase
-    backward: _Phase
+class _Run:
+    """The block advanced, recorded with one entry of its menu, and taken back.
 
+    Attributes:
+        advance: what it costs to run it without a tape.
+        tape: what it costs to record it.
+        gradients: bytes of the gradients of what it has captured.
+    """
 
-def _round(of: Subject, surroundings: Surroundings, device: torch.device, *, keep: bool) -> tuple[_Round, list[int]]:
-    """The block advanced, recorded, its leaving carry let go, its tape consumed."""
-    run = _interpreter(of, surroundings)
-    with hooks_set_aside(run.captured.tensors), metering(device) as session:
-        clock = _Clock(session)
-        run.do(Advance(0, 1))
-        clock.mark()
-        run.do(Load(0))
-        if not keep:
-            run.live = Boundary(copied(run.caller.leaves))
-        clock.mark()
-        run.do(Record(0, 1))
-        clock.mark()
-        run.live = run.ranges[1].end = None
-        clock.mark()
-        run.start_backward([None if leaf is None else torch.zeros_like(leaf) for leaf in of.leaving], ())
-        clock.mark()
-        run.do(Backward(0, 1))
-        clock.mark()
-    advance, _, record, drop, _, backward = clock.phases()
-    gradients = [0 if gradient is None else bytes_of(gradient) for gradient in run.captured.gradients]
-    return _Round(advance, record, drop, backward), gradients
+    def __init__(self, of: Subject, surroundings: Surroundings, gauge: Gauge, entry: int, rounds: int) -> None:
+        self._of, self._surroundings, self._entry = of, surroundings, entry
+        times: list[float] = []
 
+        def timed(mark: Callable[[], object]) -> list[int]:
+            def both() -> None:
+                times.append(time.perf_counter())
+                mark()
+                times.append(time.perf_counter())
 
-def _interpreter(of: Subject, surroundings: Surroundings) -> Interpreter:
-    """The block, and after it another that is never run: the leaving carry is not the caller's."""
-    needs = (list(map(needs_gradient, of.carry)), list(of.needs))
-    everything = range(len(of.captured))
-    captured = Captured(of.captured, (everything, everything[len(everything) - of.shared :]))
-    for number in everything[len(everything) - of.shared :]:  # its sum has begun with the block after
-        captured.gradients[number] = torch.zeros_like(of.captured[number])
+            return self._job(both)
 
-    def copies(stage: int) -> bool:
-        return of.copies and stage == 0
+        phases, self.gradients = gauge.bytes_of(timed)
+        spans = [end - start for start, end in zip(times[1::2], times[2::2], strict=False)]
+        for _ in range(rounds):
+            spans = list(map(min, spans, gauge.seconds_of(self._job)))
+        advance, _, record, left, entered, _, backward = (
+            _Phase(phase.net_bytes, phase.peak_bytes, seconds)
+            for phase, seconds in zip(phases[1:], spans, strict=False)
+        )
+        self.advance = advance
+        tape_bytes = max(record.net - of.leaving_bytes, 0)
+        self.tape = Tape(
+            tape_bytes=tape_bytes,
+            entering_bytes=max(of.carry_bytes + min(entered.net, 0), 0),
+            leaving_bytes=max(of.leaving_bytes + min(left.net, 0), 0),
+            forward_s=record.seconds,
+            backward_s=backward.seconds,
+            workspace_bytes=max(record.peak - tape_bytes - of.leaving_bytes, 0),
+            backward_workspace_bytes=backward.peak,
+            name="whole" if entry == WHOLE else "selective",
+        )
 
-    return Interpreter(
-        of.stages,
-        AutogradRanges(of.stages, 2, needs=needs.__getitem__, captured=captured, copies=copies),
-        iter(()),
-        2,
-        of.carry,
-        states=States(()),
-        surroundings=surroundings,
-        needs=needs.__getitem__,
-        copies=copies,
-        grad_mode=lambda _: of.grad_mode,
-    )
+    def _job(self, mark: Callable[[], object]) -> list[int]:
+        """One run; its marks stand between what is measured. Returns the bytes of gradients."""
+        of, run = self._of, self._interpreter()
+        with hooks_set_aside(run.captured.tensors):
+            mark()
+            if self._entry == WHOLE:
+                run.do(Advance(0, 1))
+            mark()
+            entering = copied(of.carry)  # held by this name and the boundary alone
+            run.live = Boundary([leaf.detach() if needs_gradient(leaf) else leaf for leaf in entering])
+            mark()
+            run.do(Record(0, 1, self._entry))
+            mark()
+            run.live = run.ranges[1].end = None
+            mark()
+            del entering
+            mark()
+            run.start_backward([None if leaf is None else torch.zeros_like(leaf) for leaf in of.leaving], ())
+            mark()
+            run.do(Backward(0, 1))
+            mark()
+        return [0 if gradient is None else bytes_of(gradient) for gradient in run.captured.gradients]
 
+    def _interpreter(self) -> Interpreter:
+        """The block, and after it another that is never run: the leaving carry is not the caller's."""
+        of = self._of
+        needs = (list(map(needs_gradient, of.carry)), list(of.needs))
+        everything = range(len(of.captured))
+        shared = everything[len(everything) - of.shared :]
+        captured = Captured(of.captured, (everything, shared))
+        for number in shared:  # its sum has begun with the block after
+            captured.gradients[number] = torch.zeros_like(of.captured[number])
 
-class _Clock:
-    """The phases of a session with the time of each; the first begins when this is made."""
+        def copies(stage: int) -> bool:
+            return of.copies and stage == 0
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        session.mark("")
-        self._starts = [time.perf_counter()]
-        self._ends: list[float] = []
-
-    def mark(self) -> None:
-        """End a phase here."""
-        self._session.synchronize()
-        self._ends.append(time.perf_counter())
-        self._session.mark("")
-        self._starts.append(time.perf_counter())
-
-    def phases(self) -> list[_Phase]:
-        """All of them, once the session is over."""
-        spans = [end - start for start, end in zip(self._starts, self._ends, strict=False)]
-        phases = self._session.phases[1 : len(spans) + 1]
-        return [_Phase(phase.net_bytes, phase.peak_bytes, span) for phase, span in zip(phases, spans, strict=True)]
+        states = States(of.streams)
+        replays = Replays(states, self._surroundings)
+        return Interpreter(
+            of.stages,
+            AutogradRanges(of.stages, 2, needs=needs.__getitem__, captured=captured, copies=copies, replays=replays),
+            iter(()),
+            2,
+            of.carry,
+            states=states,
+            surroundings=self._surroundings,
+            needs=needs.__getitem__,
+            copies=copies,
+            grad_mode=lambda _: of.grad_mode,
+        )
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from .captures import unseen_leaves
 from .errors import LateChange, LateGradient, StepError
 from .interpreter import Interpreter
 from .plans import Plan
-from .ranges import AutogradRanges, Captured
+from .ranges import AutogradRanges, Captured, Replays
 from .recorded import detached, hooks_set_aside, needs_gradient, places_of
 from .silence import silence
 from .survey import Known, MissedTensors, refuse_unseen, untraced
@@ -193,7 +193,12 @@ class _Work:
         assert carry is not None, "autograd lets nobody go through a graph that it has let go"
         captured = Captured(call.captured, call.used)
         recorder = AutogradRanges(
-            self.blocks, call.length, needs=self._needs.__getitem__, captured=captured, copies=self._copies.__getitem__
+            self.blocks,
+            call.length,
+            needs=self._needs.__getitem__,
+            captured=captured,
+            copies=self._copies.__getitem__,
+            replays=Replays(self.states, call.surroundings),
         )
         self.run = Interpreter(
             self.blocks,

@@ -187,8 +187,7 @@ def profile(
         rounds: how often seconds are taken; with 0 they are those that a `Tape` has by default.
         selective: whether to look at selective tapes as well; not where stages change their carry in place.
     """
-<<<<<<< HEAD
-    with recomputing(), _no_collections():
+    with recomputing(), no_collections():
         _run(start(), _SINGLY, WHOLE)  # what kernels and the step make once is made now
         whole = _Entry(start, gauge, WHOLE)
         first = whole.costs(sizes)
@@ -204,22 +203,6 @@ def profile(
                 entry.take_time()
     costs = whole.costs(sizes)
     return costs if len(entries) == 1 else _with_menu(costs, [entry.tape() for entry in entries])
-=======
-    with recomputing(), no_collections():
-        _run(start(), _SINGLY)  # what kernels and the step make once is made now
-        singly, parameters = _metered(start(), _SINGLY, device)
-        aside = _Aside.of(start().interpreter)
-        costs = _costs(_tape(singly, None, aside), singly, sizes, parameters, aside)
-        tape = costs.stage.menu[0]
-        pairs: list[Phase] | None = None
-        if room_bytes(costs) >= tape.tape_bytes + costs.stage.carry_bytes:
-            pairs, _ = _metered(start(), _IN_PAIRS, device)
-        timed = [_timed(start(), _IN_PAIRS if pairs else _SINGLY, device) for _ in range(rounds)]
-    if not timed:
-        return _costs(_tape(singly, pairs, aside), singly, sizes, parameters, aside)
-    tape = _with_seconds(_tape(singly, pairs, aside), timed)
-    return _costs(tape, singly, sizes, parameters, aside, _seconds(timed, Advance))
->>>>>>> 63b17b1 (remat.chain: a loop over layers inside a memory budget, one small node of the outer graph a block)
 
 
 def _selective(whole: Costs, start: Callable[[], Trial], gauge: Gauge) -> list[_Entry]:

@@ -19,6 +19,7 @@ from .captures import unseen_leaves
 from .chains import Stage
 from .errors import KeptTensors, StepError
 from .mutable import note_moving, refuse_changes
+from .profiler import Gauge
 from .recorded import can_need, copied, detached, needs_gradient, sequence_number
 from .silence import silence
 from .streams import random_sources
@@ -84,6 +85,8 @@ class Known:
 
 
 _KEPT: Final = 4096
+_ROUNDS: Final = 2  # of seconds, beside that in which bytes are counted
+_REPEATED: Final = 3  # where kinds of blocks repeat as often on average; else one has to do
 _known: dict[Hashable, Known] = {}
 
 
@@ -97,7 +100,7 @@ def survey(
     shared: Sequence[torch.Tensor],
     streams: tuple[Source, ...],
     surroundings: Surroundings,
-    device: torch.device,
+    gauge: Gauge,
 ) -> list[Known]:
     """What is known of every block, in order; leaves no trace.
 
@@ -108,13 +111,13 @@ def survey(
         shared: the tensors among those that need a gradient.
         streams: random streams that blocks may draw from.
         surroundings: the settings to run under.
-        device: whose memory counts.
+        gauge: what measures bytes and seconds.
 
     Raises:
         StepError: a block does what a chain cannot follow.
         MissedTensors: a block uses tensors that are not known.
     """
-    walk = _Walk(blocks, structure, carry, arguments, keywords, shared, streams, surroundings, device)
+    walk = _Walk(blocks, structure, carry, arguments, keywords, shared, streams, surroundings, gauge)
     return walk.all()
 
 
@@ -131,17 +134,18 @@ class _Walk:
         shared: Sequence[torch.Tensor],
         streams: tuple[Source, ...],
         surroundings: Surroundings,
-        device: torch.device,
+        gauge: Gauge,
     ) -> None:
         self.blocks, self.shared, self.streams = blocks, shared, streams
         self.arguments, self.keywords = arguments, keywords
-        self.surroundings, self.device = surroundings, device
+        self.surroundings, self.gauge = surroundings, gauge
+        self.rounds = 0 if len({block.key for block in blocks}) > len(blocks) // _REPEATED else _ROUNDS
         self._structure, self._carry = structure, carry
         self._kind = Kind.of(structure, carry)
         self._at = 0  # the carry at hand enters this block
         places = Structure((arguments, keywords))
         around = tuple(map(_kind, places.flatten((arguments, keywords))))
-        self._around = (places, around, surroundings.key(), torch.get_num_threads())
+        self._around = (places, around, surroundings.key(), torch.get_num_threads(), gauge)
 
     def all(self) -> list[Known]:
         """What is known of every block."""
@@ -225,6 +229,7 @@ class _Look:
         same = plain is not None and structure == plain[0] and all(map(_same_bits, plain[1], after))
         leaving = Kind.of(structure, after)
         own = tuple(number - len(self.walk.streams) for number in changed if number >= len(self.walk.streams))
+        draws = frozenset(number for number in changed if number < len(self.walk.streams))
         state_bytes = sum(_state_bytes(self.sources[number]) for number in own)
         sizes = _bytes_by_storage(self.carry), _bytes_by_storage(after)
         empty = [torch.empty_like(leaf) if need else None for leaf, need in zip(after, leaving.needs, strict=True)]
@@ -240,12 +245,13 @@ class _Look:
                 len(self.walk.shared),
                 copies,
                 not same,
-                [*self.walk.streams, *(self.sources[number] for number in own)],
+                [self.sources[number] for number in own],
+                tuple(self.walk.streams[number] for number in draws),
             ),
             self.walk.surroundings,
-            self.walk.device,
+            self.walk.gauge,
+            self.walk.rounds,
         )
-        draws = frozenset(number for number in changed if number < len(self.walk.streams))
         return Known(leaving, *sizes, copies, aliases, not same, own, state_bytes, draws, stage, tuple(gradients))
 
     def stages(self, changes: Sequence[Source] = ()) -> Blocks:

@@ -5,23 +5,20 @@ The interpreter runs it, so what is measured is what will be done. The rules of 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Final, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 
 from .ambient import Source, States, Surroundings
 from .chains import Stage, Tape
 from .interpreter import Interpreter
-from .profiler import Gauge, no_collections
+from .profiler import Gauge, keeps_less, menu_of, no_collections
 from .ranges import SELECTIVE, WHOLE, AutogradRanges, Captured, Replays, Stages
 from .recorded import Boundary, bytes_of, copied, hooks_set_aside, needs_gradient
 from .schedules import Advance, Backward, Record
 from .trees import Leaves
-
-_WORTH: Final = 15 / 16  # of a whole tape, carry included: a selective one keeps less, or is left out
 
 
 class Subject(NamedTuple):
@@ -66,32 +63,17 @@ def measured(of: Subject, surroundings: Surroundings, gauge: Gauge, rounds: int)
     """
     with no_collections(), as_they_were([*of.sources, *of.streams]):
         whole = _Run(of, surroundings, gauge, WHOLE, rounds)
-        menu = [whole.tape]
-        if not of.copies:
-            try:
-                other = _Run(of, surroundings, gauge, SELECTIVE, rounds)
-            except Exception:  # transforms inside, a backward of its own, ...: it has run whole, so it is the hooks
-                pass
-            else:
-                again_s = whole.advance.seconds + whole.tape.forward_s + whole.tape.backward_s
-                less = _kept_bytes(other.tape) <= _WORTH * _kept_bytes(whole.tape)
-                if less and other.tape.forward_s + other.tape.backward_s < again_s:
-                    menu.append(other.tape)
-    workspace = max(whole.advance.peak - of.leaving_bytes, 0)
-    stage = Stage(of.carry_bytes, tuple(menu), forward_s=whole.advance.seconds, workspace_bytes=workspace)
-    return stage, whole.gradients
+        others = [] if of.copies else list(_selective(of, surroundings, gauge, rounds))
+    less = (tape for tape in others if keeps_less(tape, whole.tape))
+    menu = menu_of(whole.tape, less, whole.advance.seconds)
+    workspace = max(whole.advance.peak_bytes - of.leaving_bytes, 0)
+    return Stage(of.carry_bytes, menu, forward_s=whole.advance.seconds, workspace_bytes=workspace), whole.gradients
 
 
-def _kept_bytes(tape: Tape) -> int:
-    return tape.tape_bytes + max(tape.entering_bytes, tape.leaving_bytes)
-
-
-class _Phase(NamedTuple):
-    """Bytes gained, most bytes over those at the start, and seconds."""
-
-    net: int
-    peak: int
-    seconds: float
+def _selective(of: Subject, surroundings: Surroundings, gauge: Gauge, rounds: int) -> Iterator[Tape]:
+    """The selective tape, if the block can have one."""
+    with suppress(Exception):  # transforms inside, a backward of its own, ...: it has run whole, so it is the hooks
+        yield _Run(of, surroundings, gauge, SELECTIVE, rounds).tape
 
 
 class _Run:
@@ -105,34 +87,22 @@ class _Run:
 
     def __init__(self, of: Subject, surroundings: Surroundings, gauge: Gauge, entry: int, rounds: int) -> None:
         self._of, self._surroundings, self._entry = of, surroundings, entry
-        times: list[float] = []
-
-        def timed(mark: Callable[[], object]) -> list[int]:
-            def both() -> None:
-                times.append(time.perf_counter())
-                mark()
-                times.append(time.perf_counter())
-
-            return self._job(both)
-
-        phases, self.gradients = gauge.bytes_of(timed)
-        spans = [end - start for start, end in zip(times[1::2], times[2::2], strict=False)]
+        readings, self.gradients = gauge.bytes_of(self._job)
+        readings = readings[1:]
         for _ in range(rounds):
-            spans = list(map(min, spans, gauge.seconds_of(self._job)))
-        advance, _, record, left, entered, _, backward = (
-            _Phase(phase.net_bytes, phase.peak_bytes, seconds)
-            for phase, seconds in zip(phases[1:], spans, strict=False)
-        )
+            spans = gauge.seconds_of(self._job)
+            readings = [r._replace(seconds=min(r.seconds, span)) for r, span in zip(readings, spans, strict=False)]
+        advance, _, record, left, entered, _, backward = readings[:7]
         self.advance = advance
-        tape_bytes = max(record.net - of.leaving_bytes, 0)
+        tape_bytes = max(record.net_bytes - of.leaving_bytes, 0)
         self.tape = Tape(
             tape_bytes=tape_bytes,
-            entering_bytes=max(of.carry_bytes + min(entered.net, 0), 0),
-            leaving_bytes=max(of.leaving_bytes + min(left.net, 0), 0),
+            entering_bytes=max(of.carry_bytes + min(entered.net_bytes, 0), 0),
+            leaving_bytes=max(of.leaving_bytes + min(left.net_bytes, 0), 0),
             forward_s=record.seconds,
             backward_s=backward.seconds,
-            workspace_bytes=max(record.peak - tape_bytes - of.leaving_bytes, 0),
-            backward_workspace_bytes=backward.peak,
+            workspace_bytes=max(record.peak_bytes - tape_bytes - of.leaving_bytes, 0),
+            backward_workspace_bytes=backward.peak_bytes,
             name="whole" if entry == WHOLE else "selective",
         )
 

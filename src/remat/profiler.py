@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -25,7 +25,7 @@ import torch
 from .ambient import recomputing
 from .chains import Chain, Stage, Tape
 from .interpreter import Interpreter
-from .meter import Phase, metering
+from .meter import metering
 from .ranges import SELECTIVE, WHOLE
 from .recorded import bytes_of, hooks_set_aside
 from .schedules import Action, Advance, Backward, Load, Record
@@ -68,10 +68,18 @@ T = TypeVar("T")
 Job = Callable[[Callable[[], object]], T]
 
 
+class Reading(NamedTuple):
+    """What happened between two marks: bytes gained, the most over those at the first, and seconds."""
+
+    net_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
 class Gauge(Protocol):
     """What bytes and seconds are read off."""
 
-    def bytes_of(self, job: Job[T]) -> tuple[list[Phase], T]:
+    def bytes_of(self, job: Job[T]) -> tuple[list[Reading], T]:
         """What happened before and between the marks that the job makes by calling what it is given; its result."""
         ...
 
@@ -86,11 +94,20 @@ class OnDevice:
 
     device: torch.device
 
-    def bytes_of(self, job: Job[T]) -> tuple[list[Phase], T]:
-        """See `Gauge`."""
+    def bytes_of(self, job: Job[T]) -> tuple[list[Reading], T]:
+        """See `Gauge`; the seconds have some of the meter's own in them."""
+        starts, ends = [time.perf_counter()], list[float]()
         with metering(self.device) as session:
-            value = job(lambda: session.mark(""))
-        return session.phases, value
+
+            def mark() -> None:
+                session.synchronize()
+                ends.append(time.perf_counter())
+                session.mark("")
+                starts.append(time.perf_counter())
+
+            value = job(mark)
+        spans = (end - start for start, end in zip(starts, ends, strict=False))
+        return [Reading(p.net_bytes, p.peak_bytes, s) for p, s in zip(session.phases, spans, strict=False)], value
 
     def seconds_of(self, job: Job[object]) -> list[float]:
         """See `Gauge`."""
@@ -202,7 +219,8 @@ def profile(
             for entry in entries:
                 entry.take_time()
     costs = whole.costs(sizes)
-    return costs if len(entries) == 1 else _with_menu(costs, [entry.tape() for entry in entries])
+    menu = menu_of(costs.stage.menu[0], (entry.tape() for entry in entries[1:]), costs.stage.forward_s)
+    return replace(costs, stage=msgspec.structs.replace(costs.stage, menu=menu))
 
 
 def _selective(whole: Costs, start: Callable[[], Trial], gauge: Gauge) -> list[_Entry]:
@@ -211,20 +229,22 @@ def _selective(whole: Costs, start: Callable[[], Trial], gauge: Gauge) -> list[_
         other = _Entry(start, gauge, SELECTIVE)
     except Exception:  # transforms inside, a backward of its own, ...: it has run whole, so it is the hooks
         return []
-    tape, less = whole.stage.menu[0], other.tape()
-    kept = less.tape_bytes + max(less.entering_bytes, less.leaving_bytes)
-    if kept > _WORTH * (tape.tape_bytes + max(tape.entering_bytes, tape.leaving_bytes)):
+    if not keeps_less(other.tape(), whole.stage.menu[0]):
         return []
     other.measure_pairs()
     return [other]
 
 
-def _with_menu(costs: Costs, menu: list[Tape]) -> Costs:
-    """With a menu of what is not dominated: whatever keeps less than the whole tape, without running all again."""
-    whole, advance_s = menu[0], costs.stage.forward_s
+def keeps_less(tape: Tape, whole: Tape) -> bool:
+    """Whether a tape keeps enough less than the whole one to be worth a thought."""
+    kept, all_ = (each.tape_bytes + max(each.entering_bytes, each.leaving_bytes) for each in (tape, whole))
+    return kept <= _WORTH * all_
+
+
+def menu_of(whole: Tape, others: Iterable[Tape], advance_s: float) -> tuple[Tape, ...]:
+    """The whole tape, and of the others those that are not dominated by running the whole stage again."""
     again_s = advance_s + whole.forward_s + whole.backward_s
-    kept = [whole, *(tape for tape in menu[1:] if tape.forward_s + tape.backward_s < again_s)]
-    return replace(costs, stage=msgspec.structs.replace(costs.stage, menu=tuple(kept)))
+    return (whole, *(tape for tape in others if tape.forward_s + tape.backward_s < again_s))
 
 
 class _Entry:
@@ -233,11 +253,11 @@ class _Entry:
     def __init__(self, start: Callable[[], Trial], gauge: Gauge, entry: int) -> None:
         self._start, self._gauge, self._entry = start, gauge, entry
         self._timed: list[list[tuple[Action, float]]] = []
-        self._pairs: list[Phase] | None = None
+        self._pairs: list[Reading] | None = None
         self._singly, self._parameters = self._metered(_SINGLY)
         self._aside = _Aside.of(start().interpreter)
 
-    def _metered(self, actions: tuple[Action, ...]) -> tuple[list[Phase], int]:
+    def _metered(self, actions: tuple[Action, ...]) -> tuple[list[Reading], int]:
         trial = self._start()
         phases, parameters = self._gauge.bytes_of(lambda mark: _run(trial, actions, self._entry, mark))
         return phases[1 : len(actions) + 1], parameters  # the first is what comes before the first action
@@ -295,7 +315,7 @@ def _with_seconds(tape: Tape, timed: list[list[tuple[Action, float]]]) -> Tape:
     return msgspec.structs.replace(tape, forward_s=_seconds(timed, Record), backward_s=_seconds(timed, Backward))
 
 
-def _tape(singly: list[Phase], pairs: list[Phase] | None, aside: _Aside) -> Tape:
+def _tape(singly: list[Reading], pairs: list[Reading] | None, aside: _Aside) -> Tape:
     """The tape's sizes from what the phases gained; the rules of what is alive stand in `chains`.
 
     Args:
@@ -322,14 +342,14 @@ def _tape(singly: list[Phase], pairs: list[Phase] | None, aside: _Aside) -> Tape
     )
 
 
-def _phase(phases: list[Phase], action: Action) -> Phase:
+def _phase(phases: list[Reading], action: Action) -> Reading:
     """The phase of an action: the schedules name each range once."""
     actions = _SINGLY if len(phases) == len(_SINGLY) else _IN_PAIRS
     return phases[actions.index(action)]
 
 
 def _costs(
-    tape: Tape, singly: list[Phase], sizes: Sizes, parameters: int, aside: _Aside, advance_s: float = 0.0
+    tape: Tape, singly: list[Reading], sizes: Sizes, parameters: int, aside: _Aside, advance_s: float = 0.0
 ) -> Costs:
     carry, peak = max(singly[0].net_bytes, 0), singly[0].peak_bytes
     return Costs(

@@ -1,9 +1,9 @@
-"""Selective tapes inside `remat.scan`: every program that can have them, bit for bit the plain loop."""
+"""Selective tapes inside `remat.scan` and `remat.chain`: all programs that can have them, bit for bit the plain loop."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import msgspec
@@ -12,15 +12,50 @@ import pytest
 import remat
 from budgets_of import settings_at
 from plain import assert_same, observe, plain_scan
-from remat import knowledge
-from remat.chains import Chain
+from remat import blockcalls, blockcosts, knowledge, survey
+from remat.chains import Chain, Tape
 from remat.plans import Plan, plan
 from remat.ranges import SELECTIVE
-from remat.schedules import Action, Record, Schedule
+from remat.schedules import Action, Backward, Record, Schedule
+from stacks import STACKS, budget_at, chained, plain_chain
 from steps import PROGRAMS
 
 # Their stages change the carry in place, transform functions, or run a backward of their own.
 WHOLE_ONLY = {"carry-changed-in-place", "fast-weights-learned-inside", "nested-gradient-transform"}
+
+
+def selective_where_possible(chain: Chain, budget_bytes: int, planner: str) -> Plan:
+    """The plan with every stage recorded selectively whose menu says so; ranges are cut for it."""
+    made = plan(chain, budget_bytes, planner)
+    entries = [len(chain.stage(k).menu) - 1 for k in range(chain.length)]
+
+    def actions() -> Iterator[Action]:
+        for action in made.schedule:
+            if isinstance(action, Record | Backward):
+                stages = range(action.start, action.stop)
+                for k in stages if isinstance(action, Record) else reversed(stages):
+                    yield Record(k, k + 1, entries[k]) if isinstance(action, Record) else Backward(k, k + 1)
+            else:
+                yield action
+
+    return dataclasses.replace(made, schedule=Schedule(chain.length, made.planner, actions))
+
+
+def everything_on_the_menu(whole: Tape, others: Iterable[Tape], _advance_s: float) -> tuple[Tape, ...]:
+    return (whole, *others)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_every_stack_of_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = STACKS[name]
+    expected = observe(plain_chain, make())
+    monkeypatch.setattr(blockcosts, "menu_of", everything_on_the_menu)
+    monkeypatch.setattr(blockcosts, "keeps_less", lambda *_: True)
+    monkeypatch.setattr(survey, "_known", {})
+    budget = budget_at(make(), 0.6)
+    monkeypatch.setattr(blockcalls, "plan", selective_where_possible)
+    monkeypatch.setattr(blockcalls, "_plans", type(blockcalls._plans)())
+    assert_same(observe(chained(budget=budget), make()), expected)
 
 
 def selective_plan(chain: Chain, budget_bytes: int, planner: str) -> Plan:

@@ -17,7 +17,7 @@ PACKAGE = Path(remat.__file__).parent
 LAYERS = {
     "L0": {"errors", "sizes"},
     "L1": {"chains", "schedules"},
-    "L2": {"curves", "planners", "simulator", "report", "plans", "tradeoff"},
+    "L2": {"curves", "page", "planners", "simulator", "report", "plans", "tradeoff"},
     "L3": {
         "ambient",
         "blockcosts",
@@ -43,9 +43,9 @@ LAYERS = {
         "trees",
     },
     "L4": {"blockcalls", "calls", "chain", "chunking", "knowledge", "layered", "recurrent", "scan"},
-    "L5": {"cli", "demo", "figures", "options"},
+    "L5": {"cli", "demo", "figures", "options", "problems", "reporting"},
 }
-WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"cli", "options"}
+WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"cli", "options", "problems", "reporting"}
 # Siblings that must not share a defect: the judge knows no planner, and no planner asks the judge.
 STRANGERS = [("simulator", "planners"), ("planners", "simulator"), ("planners", "plans"), ("planners", "report")]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,3 +163,13 @@ def test_agrees_with_the_peak_of_a_fresh_process() -> None:
     counted, resident = map(int, done.stdout.split())
     assert counted > 100 * 2**20
     assert abs(counted - resident) <= 0.04 * resident
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    measured = remat.measure(lambda: torch.zeros(1000))
+    measured.plot(tmp_path / "measured.svg", budget="8KiB")
+    text = (tmp_path / "measured.svg").read_text()
+    assert "measured: peak 3.91 KiB" in text
+    assert "budget: 8 KiB" in text
+    with pytest.raises(remat.RematError, match="allocates nothing"):
+        remat.measure(lambda: None).plot(tmp_path / "nothing.png")

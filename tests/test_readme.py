@@ -22,6 +22,7 @@ def test_its_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert taken <= 8 * 2**20
     assert abs(taken - foreseen) <= 0.02 * 8 * 2**20
     assert (tmp_path / "plan.png").exists()
+    assert (tmp_path / "plan.html").exists()
 
 
 @pytest.mark.parametrize("command", re.findall(r"^\.venv/bin/remat (plan .*)$", README, re.MULTILINE))

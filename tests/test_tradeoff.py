@@ -76,3 +76,16 @@ def test_a_repeated_stage_of_any_count() -> None:
     budget, seconds = few.knee
     chain = Chain.repeat(stage, 300)
     assert simulate(chain, planner("tight")(chain, budget)).seconds <= seconds
+
+
+def test_a_quick_curve_promises_no_more_than_the_whole_one() -> None:
+    chain = Chain.repeat(Stage(32, (Tape(88, 32, backward_workspace_bytes=32),)), 120)
+    quick, whole = tradeoff(chain, quick=True), tradeoff(chain)
+    assert not quick.exact
+    assert (quick.smallest_budget_bytes, quick.largest_budget_bytes) == (
+        whole.smallest_budget_bytes,
+        whole.largest_budget_bytes,
+    )
+    for budget, seconds in quick:
+        assert whole.at(budget) <= seconds * (1 + 1e-12) <= 1.3 * whole.at(budget)
+    assert len(tradeoff(Chain.repeat(chain.stage(0), 10**9), quick=True)) > 50

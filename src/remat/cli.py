@@ -17,8 +17,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from . import __version__, options
-from .chains import Chain, Stage, Tape
+from . import __version__, options, problems, reporting
+from .chains import Chain
 from .errors import InfeasibleBudget, RematError, UnsupportedChain
 from .options import option
 from .planners import names
@@ -110,11 +110,11 @@ def _plan(
     in_bytes = {"--carry": carry, "--tape": tape, "--budget": budget, "--workspace": workspace}
     times = {"--forward-ms": forward_ms, "--record-ms": record_ms, "--backward-ms": backward_ms}
     _check_options({**in_bytes, **times}, slots, alpha, actions and json_file is None)
-    _check_planner(planner)
+    problems.check_planner(planner)
     if slots is not None:
         chain, budget_bytes, units = problem_in_slots(planner, steps, slots, alpha or 2)
     else:
-        chain = _chain(steps, carry or 0, tape or 0, workspace or 0, *times.values())
+        chain = problems.repeated(steps, carry or 0, tape or 0, workspace or 0, *times.values())
         budget_bytes, units = budget or 0, BYTES
     made = _made(chain, budget_bytes, planner, slots, units)
     with options.writing("--picture", picture):
@@ -151,33 +151,6 @@ def _check_options(in_bytes: Mapping[str, object], slots: int | None, alpha: int
         raise typer.TyperException("--alpha belongs to --slots; in bytes, --carry and --tape say the same")
     if lone_actions:
         raise typer.TyperException("--actions writes into the file of --json, which is missing")
-
-
-def _check_planner(name: str) -> None:
-    if name not in (*names(), "auto"):
-        raise typer.TyperException(f"no planner is called {name!r}; there are {', '.join(names())} and auto")
-
-
-def _chain(
-    steps: int,
-    carry: int,
-    tape: int,
-    workspace: int,
-    forward_ms: float | None,
-    record_ms: float | None,
-    backward_ms: float | None,
-) -> Chain:
-    forward_s = (1.0 if forward_ms is None else forward_ms) / 1e3
-    kept = min(carry, tape)  # a tape keeps the carry that enters, so far as it is that large
-    entry = Tape(
-        tape - kept,
-        entering_bytes=kept,
-        forward_s=forward_s if record_ms is None else record_ms / 1e3,
-        backward_s=2 * forward_s if backward_ms is None else backward_ms / 1e3,
-        workspace_bytes=workspace,
-        backward_workspace_bytes=carry + workspace,  # the new adjoint counts
-    )
-    return Chain.repeat(Stage(carry, (entry,), forward_s, workspace), steps)
 
 
 def _write_json(path: str, made: Plan, units: Units, actions: bool) -> None:
@@ -295,14 +268,14 @@ def _curve(
 
     sizes = {"--carry": carry, "--tape": tape, "--workspace": workspace}
     times = {"--forward-ms": forward_ms, "--record-ms": record_ms, "--backward-ms": backward_ms}
-    _check_source(chain_file, {"--steps": steps, "--alpha": alpha, **sizes, **times})
+    problems.check_source(chain_file, {"--steps": steps, "--alpha": alpha, **sizes, **times})
     units = BYTES
     if chain_file is not None:
-        chain = _read_chain(chain_file)
+        chain = problems.read_chain(chain_file)
     elif alpha is not None:
         chain, _, units = problem_in_slots("tight", steps or 0, 1, alpha)
     else:
-        chain = _chain(steps or 0, carry or 0, tape or 0, workspace or 0, *times.values())
+        chain = problems.repeated(steps or 0, carry or 0, tape or 0, workspace or 0, *times.values())
     curve = tradeoff(chain)
     with options.writing("--picture", picture):
         if picture is not None:
@@ -314,31 +287,9 @@ def _curve(
         curves.show(curve, units)
 
 
-def _check_source(chain_file: Path | None, given: Mapping[str, object]) -> None:
-    """A chain comes from a file, or from --steps with --alpha, or from --steps with sizes."""
-    named = [name for name, value in given.items() if value is not None]
-    if chain_file is not None:
-        if named:
-            raise typer.TyperException(f"--chain says all about the chain and excludes {', '.join(named)}")
-        return
-    if given["--steps"] is None:
-        raise typer.TyperException("--steps missing: give it with --carry and --tape or with --alpha, or --chain alone")
-    if given["--alpha"] is not None:
-        others = [name for name in named if name not in ("--steps", "--alpha")]
-        if others:
-            raise typer.TyperException(f"--alpha counts in the papers' units and excludes {', '.join(others)}")
-        return
-    missing = [name for name in ("--carry", "--tape") if given[name] is None]
-    if missing:
-        raise typer.TyperException(f"{', '.join(missing)} missing: give --carry and --tape, or --alpha alone")
+# ---- remat report
 
-
-def _read_chain(path: Path) -> Chain:
-    try:
-        return Chain.from_json(path.read_bytes())
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise typer.TyperException(f"--chain {path}: {reason}") from None
+app.command("report")(reporting.report)
 
 
 # ---- remat figures

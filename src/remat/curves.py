@@ -13,8 +13,8 @@ from .tradeoff import Tradeoff
 if TYPE_CHECKING:
     from rich.table import Table
 
-_ROWS: Final = 24  # of the table
 _WIDTH, _LINES = 77, 14  # of the picture in characters, its labels and axis within 80
+_MARKS: Final = {"the smallest": "▲", "the knee": "◆", "more gains nothing": "■"}
 _COLOUR, _KNEE_COLOUR = "#0b6e99", "#c8372d"
 
 
@@ -28,15 +28,6 @@ def figures(curve: Tradeoff, units: Units) -> dict[str, Any]:
         "exact": curve.exact,
         "points": [{units.name: units.count(budget), "seconds": seconds} for budget, seconds in curve],
     }
-
-
-def selected(curve: Tradeoff, most: int = _ROWS) -> list[tuple[int, float]]:
-    """Both ends, the knee, and points between them in about equal ratios of bytes."""
-    wanted = np.geomspace(max(1, curve.smallest_budget_bytes), max(1, curve.largest_budget_bytes), most - 1)
-    indices = np.searchsorted(curve.budgets_bytes, wanted * (1 + 1e-9), side="right") - 1
-    knee = int(np.searchsorted(curve.budgets_bytes, curve.knee[0]))
-    kept = sorted({0, knee, len(curve) - 1, *np.clip(indices, 0, None).tolist()})
-    return [(int(curve.budgets_bytes[k]), float(curve.seconds[k])) for k in kept]
 
 
 def show(curve: Tradeoff, units: Units) -> None:
@@ -60,7 +51,7 @@ def _table(curve: Tradeoff, units: Units) -> Table:
         table.add_column(header, justify="right")
     table.add_column()
     largest, fastest = units.count(curve.largest_budget_bytes), float(curve.seconds[-1])
-    for budget, seconds in selected(curve):
+    for budget, seconds in curve.selected():
         count = units.count(budget)
         share = f"{100 * count / largest:.3g} %" if largest else "–"
         slower = f"{seconds / fastest:.4g}" if fastest else "–"
@@ -69,12 +60,8 @@ def _table(curve: Tradeoff, units: Units) -> Table:
 
 
 def _mark(curve: Tradeoff, budget: int) -> str:
-    names = {
-        curve.smallest_budget_bytes: "▲ the smallest",
-        curve.knee[0]: "◆ the knee",
-        curve.largest_budget_bytes: "■ more gains nothing",
-    }
-    return names.get(budget, "")
+    name = curve.name_of(budget)
+    return f"{_MARKS[name]} {name}" if name else ""
 
 
 # ---- characters

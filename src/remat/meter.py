@@ -14,12 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Final, Generic, TypeVar
 
 import torch
 from torch._C import _autograd, _profiler  # the only way to the allocation events
 
 from .errors import RematError
+from .report import draw_memory, measured_curve
+from .sizes import parse_bytes
 
 T = TypeVar("T")
 
@@ -41,6 +44,26 @@ class Measurement(Generic[T]):
     seconds: float
     value: T = field(repr=False)
     timeline: tuple[tuple[float, int], ...] = field(repr=False)
+
+    def plot(self, path: str | PathLike[str], budget: int | str | None = None) -> None:
+        """Draw memory over time into a picture file (.png, .svg, .pdf).
+
+        Args:
+            path: the file; its ending says its kind.
+            budget: drawn as a line, if given.
+
+        Raises:
+            OSError: the file cannot be written.
+            RematError: there is nothing to draw, since CUDA's allocator only keeps the peak.
+            ValueError: matplotlib does not know the kind of file, or the budget is not a size.
+        """
+        if not self.timeline:
+            raise RematError(
+                "nothing was allocated over time to be drawn; CUDA's allocator only keeps the peak, "
+                "and a run on CPU that allocates nothing has no curve"
+            )
+        budget_bytes = None if budget is None else parse_bytes(budget)
+        draw_memory(path, {"measured": measured_curve(self.timeline)}, budget_bytes)
 
 
 def measure(fn: Callable[[], T], *, device: torch.device | str | None = None) -> Measurement[T]:

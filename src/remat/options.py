@@ -72,6 +72,13 @@ def picture(text: str) -> str:
     return output(text)
 
 
+def page(text: str) -> str:
+    """Such a path, with the ending of a page."""
+    if not text.endswith(".html"):
+        raise typer.BadParameter(f"a page's name ends in .html, not {text!r}")
+    return output(text)
+
+
 def option(parser: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
     """An option with a parser of these."""
     return typer.Option(*names, parser=parser, metavar=metavar, help=help)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from os import PathLike
-from typing import Final
+from typing import Final, Protocol
 
-from . import report
+from . import page, report
 from .chains import Chain
 from .errors import InfeasibleBudget, RematError, UnsupportedChain
 from .planners import names, planner
 from .planners.room import in_paper_units
 from .schedules import Action, Backward, Drop, Record, Schedule, Store
 from .simulator import Simulation, simulate, timeline
-from .sizes import format_bytes, parse_bytes
+from .sizes import format_bytes, format_seconds, parse_bytes
 
 # Cheapest answer first: what keeps everything recomputes nothing, so if it fits there is nothing better.
 _AUTO: Final = ("keep-all", "tight", "unequal")
 _PAPERS: Final = ("hsm", "ism", "msm", "tight")  # these count in the paper's units as the paper does
 _SHOWN: Final = 8  # so many stored carries or recorded ranges are listed one by one
+
+
+class Timed(Protocol):
+    """What was measured over time: a `remat.Measurement`."""
+
+    @property
+    def timeline(self) -> Sequence[tuple[float, int]]:
+        """(seconds, bytes from then on), ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +90,29 @@ class Plan:
         """What is kept where and why, the cost against its lower bound, and what a little more or less budget buys."""
         return "\n".join(f"{subject:<14}{sentence}" for subject, sentence in self.facts())
 
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw memory over time, with the budget, into a picture file (.png, .svg, .pdf)."""
-        curve = report.plan_curve(self.chain, self.schedule, self.simulation)
-        report.draw_memory(path, {f"{self.planner} plan": curve}, self.budget_bytes)
+    def plot(self, path: str | PathLike[str], measured: Timed | None = None) -> None:
+        """Draw memory over time, with the budget: a picture (.png, .svg, .pdf), or a page to explore (.html).
+
+        The page also shows every carry and tape that is kept, from when to when, and what other budgets would buy. It
+        is one file and needs no network.
+
+        Args:
+            path: the file; its ending says its kind.
+            measured: what a run of the plan really took, from `remat.measure`, to be drawn beside what was foreseen.
+
+        Raises:
+            OSError: the file cannot be written.
+            ValueError: its kind is not known.
+        """
+        real = measured.timeline if measured is not None else ()
+        if str(path).endswith(".html"):
+            facts = self.facts()
+            page.write_page(path, self.chain, self.schedule, self.simulation, self.budget_bytes, facts, real)
+            return
+        curves = {f"{self.planner} plan": report.plan_curve(self.chain, self.schedule, self.simulation)}
+        if real:
+            curves["measured"] = report.measured_curve(real)
+        report.draw_memory(path, curves, self.budget_bytes)
 
 
 def plan(chain: Chain, budget: int | str, planner: str = "auto") -> Plan:
@@ -133,13 +160,7 @@ class Units:
     time: Callable[[float], str]
 
 
-def _seconds(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.4g} s"
-    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"
-
-
-BYTES: Final = Units("bytes", format_bytes, int, lambda made: made.peak_bytes, format_bytes, _seconds)
+BYTES: Final = Units("bytes", format_bytes, int, lambda made: made.peak_bytes, format_bytes, format_seconds)
 
 
 def problem_in_slots(planner: str, steps: int, slots: int, alpha: int = 2) -> tuple[Chain, int, Units]:

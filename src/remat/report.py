@@ -60,37 +60,41 @@ def steps(chain: Chain, schedule: Schedule, simulation: Simulation) -> Iterator[
         start, before = end, moment.bytes
 
 
-def _span(simulation: Simulation) -> float:
+def span(simulation: Simulation) -> float:
+    """Where the time axis of a picture ends."""
     return simulation.seconds if simulation.seconds > 0 else float(simulation.actions)
 
 
 def plan_curve(chain: Chain, schedule: Schedule, simulation: Simulation, buckets: int = _BUCKETS) -> Curve:
     """The predicted curve, from the start of the call to its end."""
-    highs = _Highs(buckets, _span(simulation))
+    highs = Highs(buckets, span(simulation))
     for step in steps(chain, schedule, simulation):
         highs.add(step)
     return highs.curve()
 
 
-class _Highs:
+class Highs:
     """Most bytes within each bucket. Within an action memory changes evenly, with what the action holds on top."""
 
     def __init__(self, buckets: int, span: float) -> None:
         self.width = span / buckets
         self.bytes = np.zeros(buckets)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Step) -> range:
+        """Count an action in; returns the buckets that it falls into."""
         end = len(self.bytes) - 1
         first, last = min(int(step.start / self.width), end), min(int(step.end / self.width), end)
         if first == last:
             self.bytes[first] = max(self.bytes[first], step.peak)
-            return
+            return range(first, last + 1)
         heights = np.linspace(float(step.before), float(step.after), last + 1 - first)
         heights += float(step.peak - max(step.before, step.after))
         part = self.bytes[first : last + 1]
         np.maximum(part, heights, out=part)
+        return range(first, last + 1)
 
     def curve(self) -> Curve:
+        """What has been counted so far."""
         return Curve(self.width * np.arange(1, len(self.bytes) + 1), self.bytes)
 
 
@@ -177,8 +181,8 @@ def text_picture(
     chain: Chain, schedule: Schedule, simulation: Simulation, budget_bytes: int, size: Callable[[int], str]
 ) -> str:
     """A plan in characters, 80 columns wide: memory over time, and below it stages over the same time."""
-    highs = _Highs(_COLUMNS, _span(simulation))
-    marks = _Map(chain.length, _span(simulation), rows=16, columns=_COLUMNS)
+    highs = Highs(_COLUMNS, span(simulation))
+    marks = _Map(chain.length, span(simulation), rows=16, columns=_COLUMNS)
     for step in steps(chain, schedule, simulation):
         highs.add(step)
         marks.add(step)

@@ -1,4 +1,4 @@
-"""Bytes as people write them: "512MiB", "0.5GB", 1048576."""
+"""Bytes as people write them, "512MiB", "0.5GB", 1048576, and seconds as they read them."""
 
 from __future__ import annotations
 
@@ -42,3 +42,10 @@ def format_bytes(size: int) -> str:
         return f"{size} B"
     power = next(p for p in (1, 2, 3, 4) if abs(size) < 1000 * 1024**p or p == 4)
     return f"{size / 1024**power:.3g} {'KMGT'[power - 1]}iB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time for people: four digits and a unit."""
+    if seconds >= 1:
+        return f"{seconds:.4g} s"
+    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"

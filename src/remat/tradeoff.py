@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SHORT: Final = 100  # so many equal stages take no longer than unequal ones, whose tables leave nothing to a reserve
 _SAMPLES: Final = 200
+_ROWS: Final = 24  # of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +80,35 @@ class Tradeoff:
         best = int(np.argmin(x + y))
         return int(self.budgets_bytes[best]), float(self.seconds[best])
 
+    def selected(self, most: int = _ROWS) -> list[tuple[int, float]]:
+        """Both ends, the knee, and points between them in about equal ratios of bytes."""
+        wanted = np.geomspace(max(1, self.smallest_budget_bytes), max(1, self.largest_budget_bytes), most - 1)
+        indices = np.searchsorted(self.budgets_bytes, wanted * (1 + 1e-9), side="right") - 1
+        knee = int(np.searchsorted(self.budgets_bytes, self.knee[0]))
+        kept = sorted({0, knee, len(self) - 1, *np.clip(indices, 0, None).tolist()})
+        return [(int(self.budgets_bytes[k]), float(self.seconds[k])) for k in kept]
 
-def tradeoff(chain: Chain, *, units: int = 500) -> Tradeoff:
+    def name_of(self, budget_bytes: int) -> str:
+        """What one of its budgets is called; empty for most."""
+        names = {
+            self.smallest_budget_bytes: "the smallest",
+            self.knee[0]: "the knee",
+            self.largest_budget_bytes: "more gains nothing",
+        }
+        return names.get(budget_bytes, "")
+
+
+def tradeoff(chain: Chain, *, units: int = 500, quick: bool = False) -> Tradeoff:
     """The curve of bytes against seconds: for one repeated stage that of `tight`, else that of `unequal`.
 
     Args:
         chain: stages and what they cost.
         units: how many budgets to tell apart; fewer if fewer are exact.
+        quick: of one repeated stage only what the closed forms of `hsm` and `ism` tell, which takes no longer for a
+            million stages than for a thousand; a plan may be faster than that.
     """
     if len(chain.runs) == 1 and (chain.length > _SHORT or chain.stage(0).menu[0].name == INTERNAL_STATE):
-        return _repeated(chain, units)
+        return _repeated(chain, units, quick=quick)
     problem, flavour = costs(chain), flavour_of(chain)
     most = bounds.keep_all(problem, flavour)
     solved = solve(problem, max(1, most.room), units)
@@ -118,21 +138,23 @@ def _curve(points: list[tuple[int, float]], unit_bytes: int, *, exact: bool) -> 
     return Tradeoff(budgets, np.array([seconds for _, seconds in kept]), unit_bytes, exact)
 
 
-def _repeated(chain: Chain, units: int) -> Tradeoff:
+def _repeated(chain: Chain, units: int, *, quick: bool) -> Tradeoff:
     """One repeated stage: every menu entry's table of all rooms, and what needs no table."""
     papers = chain.stage(0).menu[0].name == INTERNAL_STATE  # there the paper's m says what may be used
     least = smallest(chain).peak_bytes
-    points = [(least, simulate(chain, planner("constant")(chain, least)).seconds)]
+    points = [] if quick else [(least, simulate(chain, planner("constant")(chain, least)).seconds)]
     if not papers:
         points += [(keep_all.peak_bytes(chain, e), keep_all.seconds(chain, e)) for e in keep_all.entries(chain)]
-    unit_bytes, exact = 0, len(chain.stage(0).menu) == 1
+    unit_bytes, exact = 0, len(chain.stage(0).menu) == 1 and not quick
     for entry in range(len(chain.stage(0).menu)):
         room = Room.of(chain, entry)
-        unit, found = forward_runs(room, units)
+        unit, found = (0, iter(())) if quick else forward_runs(room, units)
         unit_bytes, exact = max(unit_bytes, unit), exact and unit > 0
         start = -room.keep(0)
         points += [(start + keep, room.seconds(runs)) for keep, runs in found]
         points += [(start + keep, room.seconds(runs)) for keep, runs in _closed_forms(room)]
+        if quick:
+            points.append((least, room.seconds(chain.length * (chain.length + 1) // 2)))  # always from the start again
     largest = min(budget for budget, seconds in points if seconds == min(seconds for _, seconds in points))
     points = [point for point in points if point[0] <= largest]
     return _curve(points, unit_bytes or -(-largest // units), exact=exact)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .recurrent import recurrent as recurrent
     from .scan import plan_scan as plan_scan
     from .scan import scan as scan
+    from .sequential import Sequential as Sequential
     from .tradeoff import tradeoff as tradeoff
 
 _HOMES: Final = {
@@ -39,6 +40,7 @@ _HOMES: Final = {
     "Measurement": "meter",
     "Plan": "plans",
     "RematError": "errors",
+    "Sequential": "sequential",
     "Stage": "chains",
     "StepError": "errors",
     "Tape": "chains",
@@ -59,6 +61,7 @@ __all__ = [
     "Measurement",
     "Plan",
     "RematError",
+    "Sequential",
     "Stage",
     "StepError",
     "Tape",

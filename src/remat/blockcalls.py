@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import Any, Final
 
@@ -14,7 +14,6 @@ from .ambient import Surroundings, by_itself
 from .blocks import Block, Blocks
 from .budgets import agreed_budget_bytes
 from .chains import Chain, Stage
-from .errors import StepError
 from .plans import Plan, plan
 from .profiler import OnDevice
 from .ranges import Captured
@@ -92,7 +91,6 @@ class ChainCall:
         Raises:
             StepError, MissedTensors: as `survey`.
         """
-        refuse_gathering(self.blocks)
         job = lambda: survey(  # noqa: E731
             self.blocks,
             self.structure,
@@ -184,27 +182,6 @@ def _without_clock(stage: Stage) -> Stage:
     forward_s = 1e-9 * (1 + stage.carry_bytes + tape.tape_bytes)
     tape = msgspec.structs.replace(tape, forward_s=forward_s, backward_s=2 * forward_s)
     return msgspec.structs.replace(stage, menu=(tape,), forward_s=forward_s)
-
-
-def refuse_gathering(blocks: Sequence[Block]) -> None:
-    """Blocks that gather their parameters themselves would scatter the gradients before they are there.
-
-    Raises:
-        StepError: there is one.
-    """
-    for module in _modules(blocks):
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-            raise StepError(
-                f"a block is, or calls, a {type(module).__name__} that fully_shard wraps on its own; wrap the module "
-                "whose forward calls remat.chain instead, so that parameters are gathered once before the chain and "
-                "reduced once after it"
-            )
-
-
-def _modules(blocks: Sequence[Block]) -> Iterator[torch.nn.Module]:
-    for block in blocks:
-        if isinstance(block.function, torch.nn.Module):
-            yield from block.function.modules()
 
 
 def in_need(leaves: Leaves) -> bool:

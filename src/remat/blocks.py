@@ -24,7 +24,6 @@ from .mutable import mutable_sources, tensor_source
 from .trees import Leaves, Mismatch, Structure
 
 _PRIVATE: Final = frozenset(inspect.get_annotations(torch.nn.Module)) | {"training"}
-_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Block:
@@ -59,6 +58,11 @@ class Block:
         return getattr(self.function, "__name__", None) or type(self.function).__name__
 
     @property
+    def plain(self) -> bool:
+        """Whether it is a module that holds nothing but tensors and settings."""
+        return self._buffers is not None
+
+    @property
     def generators(self) -> list[object]:
         """Its own generators of random numbers."""
         return self.reached.generators if self._buffers is None else []
@@ -91,52 +95,70 @@ def _plain(function: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Hasha
     """Tensors, buffers and settings of a module that holds nothing else; None if it does."""
     if not isinstance(function, torch.nn.Module):
         return None
-    tensors: dict[int, torch.Tensor] = {}
+    tensors: list[torch.Tensor] = []
     buffers: list[torch.Tensor] = []
-    settings: list[Hashable] = []
-    numbers: dict[int, int] = {}  # of modules; of tensors, so that tied ones look so
-    places: dict[int, int] = {}
+    settings: list[Any] = []
+    numbers: dict[int, int] = {}  # of modules and tensors, so that tied ones look so
     queue = [function]
     while queue:
         module = queue.pop()
-        known = numbers.setdefault(id(module), len(numbers))
+        fresh = len(numbers)
+        known = numbers.setdefault(id(module), fresh)
         settings.append(known)
-        if known < len(numbers) - 1:
+        if known < fresh:
             continue
-        if not _settings(module, settings):
+        values = vars(module)
+        if not _settings(module, values, settings):
             return None
-        held = (tensor for tensor in module._buffers.values() if tensor is not None and not tensor.requires_grad)
-        buffers.extend(tensor for tensor in held if id(tensor) not in tensors)
-        for group in (module._parameters, module._buffers):
-            for name, value in group.items():
-                tensors.update({} if value is None else {id(value): value})
-                settings.append((name, None if value is None else places.setdefault(id(value), len(places))))
-        queue.extend(child for child in module._modules.values() if child is not None)
-    return list(tensors.values()), buffers, tuple(settings)
+        parameters, own, children = values["_parameters"], values["_buffers"], values["_modules"]
+        for group in (parameters, own):
+            for tensor in group.values():
+                fresh = len(numbers)
+                known = -1 if tensor is None else numbers.setdefault(id(tensor), fresh)
+                settings.append(known)
+                if known == fresh:
+                    tensors.append(tensor)
+                    if group is own and not tensor.requires_grad:
+                        buffers.append(tensor)
+        if children:
+            queue.extend(child for child in children.values() if child is not None)
+    return tensors, buffers, tuple(settings)
 
 
-def _settings(module: torch.nn.Module, settings: list[Hashable]) -> bool:
+_names: dict[tuple[type, int], tuple[str, ...]] = {}  # of a type's attributes that are its own, by their number
+
+
+def _settings(module: torch.nn.Module, values: dict[str, Any], settings: list[Any]) -> bool:
     """Add the module's type and plain attributes; False if it has others, or hooks."""
     kind: Any = type(module)
-    values = vars(module)
+    if values["_forward_hooks"] or values["_forward_pre_hooks"]:
+        return False
+    if values["_backward_hooks"] or values["_backward_pre_hooks"]:
+        return False
+    names = _names.get((kind, len(values)))
+    if names is None or not values.keys() >= set(names):
+        names = _names[kind, len(values)] = tuple(name for name in values if name not in _PRIVATE)
     library = kind.__module__.startswith("torch.nn.modules")
     if not library and not _plain_class(kind):
         return False
-    if any(values.get(name) for name in _HOOKS):
-        return False
-    settings += [kind, module.training]
-    for name, value in values.items():
-        if name in _PRIVATE or (kind, name) in moving:
-            continue
-        if isinstance(value, float):
-            settings.append(bool(value))  # it matters at most whether it is 0
-        elif isinstance(value, ATOMS) and not isinstance(value, range | slice):
-            settings.append(value)
-        elif isinstance(value, tuple | list if library else tuple) and all(isinstance(part, ATOMS) for part in value):
+    settings.append(kind)
+    settings.append(values["training"])
+    for name in names:
+        value = values[name]
+        sort = type(value)
+        if sort in _DIRECT:
+            if library or (kind, name) not in moving:
+                settings.append(value)
+        elif sort is float:
+            settings.append(value != 0)  # it matters at most whether it is 0
+        elif (sort is tuple or (library and sort is list)) and all(type(part) in _DIRECT for part in value):
             settings.append(tuple(value))
         else:
             return False
     return True
+
+
+_DIRECT: Final = frozenset({int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
 _plain_classes: dict[type, bool] = {}

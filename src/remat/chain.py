@@ -147,7 +147,6 @@ class _Work:
 
     def __init__(self, call: ChainCall, known: Sequence[Known], made: Plan, late: frozenset[int]) -> None:
         self.call, self.plan = call, made
-        self._names = [block.name for block in call.blocks]
         self._needs = [list(map(needs_gradient, call.carry)), *(list(of.leaving.needs) for of in known)]
         self._copies, self._grad_mode = copied_stages(known), [of.grad_mode for of in known]
         self._carry: Leaves | None = detached(call.carry)
@@ -216,14 +215,16 @@ class _Work:
         return self.run.forward()
 
     def _check(self) -> None:
-        """Look for what the walk from the blocks had missed in the tapes at hand; every kind was looked at once."""
+        """Look for what the walk from the blocks may have missed in the tapes at hand; each kind was looked at once."""
         run = self.run
         assert run is not None
         assert isinstance(run.recorder, AutogradRanges)
         for stop, recorded in run.ranges.items():
-            nodes, known, first_sequence = run.recorder.newest(recorded.tape)
-            known += (run.captured.tensors[number] for number in recorded.tape.captured)
-            refuse_unseen(unseen_leaves(nodes, known, first_sequence, _NODES), self._names[stop - 1])
+            block = self.call.blocks[stop - 1]
+            if not block.plain:
+                nodes, known, first_sequence = run.recorder.newest(recorded.tape)
+                known += (run.captured.tensors[number] for number in recorded.tape.captured)
+                refuse_unseen(unseen_leaves(nodes, known, first_sequence, _NODES), block.name)
 
     def undo(self) -> None:
         """Put everything back for a forward that starts again."""

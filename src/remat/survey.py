@@ -164,6 +164,7 @@ class _Walk:
 
     def _look(self, block: Block, before: list[Known]) -> Known:
         """Go to a block that is new, and look at it."""
+        _refuse_gathering(block)
         states = States(self.streams)
         with recomputing(), silence(), states.undisturbed():
             self._go(before)
@@ -182,6 +183,21 @@ class _Walk:
             assert after is not None
             self._structure = after
         self._at = len(before)
+
+
+def _refuse_gathering(block: Block) -> None:
+    """A block that gathers its parameters itself would scatter the gradients before they are there.
+
+    Raises:
+        StepError: it is one.
+    """
+    for module in block.reached.modules:
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            raise StepError(
+                f"block {block.name} is, or calls, a {type(module).__name__} that fully_shard wraps on its own; wrap "
+                "the module whose forward calls remat.chain instead, so that parameters are gathered once before the "
+                "chain and reduced once after it"
+            )
 
 
 def untraced(
@@ -223,9 +239,9 @@ class _Look:
             copies = before != tuple(leaf._version for leaf in carry if isinstance(leaf, torch.Tensor))
             aliases = plain is not None and bool(set(_storages(carry)) & set(_storages(plain[1])))
             refuse_changes(fixed, versions)
-            changed = self._changes(states)
             states.restart()
             structure, after = self._record(copies=copies)
+            changed = self._changes(states)
         same = plain is not None and structure == plain[0] and all(map(_same_bits, plain[1], after))
         leaving = Kind.of(structure, after)
         own = tuple(number - len(self.walk.streams) for number in changed if number >= len(self.walk.streams))

@@ -1,0 +1,365 @@
+"""What happens around `remat.chain`: order of events, hooks, graphs used again, errors, other front ends."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from plain import assert_same, observe, same, seed_everything
+from stacks import STACKS, B, D, Residual, budget_at, chained, of, plain_chain, planned
+from steps import leaf
+
+levels = pytest.mark.parametrize("share", [1, 0.3], ids=["ample", "tight"])
+
+
+def residual(count: int = 8, **settings: Any) -> list[nn.Module]:
+    seed_everything(5)
+    return [Residual(**settings) for _ in range(count)]
+
+
+def tight(blocks: Any, x: Tensor) -> int | str:
+    return budget_at(of(blocks, x), 0.3)
+
+
+def test_a_tight_budget_means_recomputation() -> None:
+    blocks, x = residual(), leaf(B, D)
+    assert planned(of(blocks, x), "1GiB").forward_runs == 8
+    assert planned(of(blocks, x), tight(blocks, x)).forward_runs > 10
+
+
+# ---- order of events
+
+
+@levels
+def test_gradients_and_hooks_come_block_by_block(share: float) -> None:
+    """A block's gradients are in `.grad`, its hooks have fired, before the backward of the block before it begins."""
+    blocks, x = residual(), leaf(B, D)
+    budget = budget_at(of(blocks, x), share)
+    events: list[str] = []
+    for number, block in enumerate(blocks):
+        last = block.outer.weight
+        last.register_hook(lambda _, k=number: events.append(f"hook {k}"))
+        last.register_post_accumulate_grad_hook(lambda _, k=number: events.append(f"grad {k}"))
+
+    class Began(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, k: int) -> Tensor:
+            ctx.k = k
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            if not remat.is_recomputing():  # not when blocks are measured
+                done = [k for k, block in enumerate(blocks) if all(p.grad is not None for p in block.parameters())]
+                assert done == list(range(ctx.k + 1, len(blocks)))
+                events.append(f"began {ctx.k}")
+            return gradient, None
+
+    watched = [lambda x, k=k, b=b: Began.apply(b(x), k) for k, b in enumerate(blocks)]
+    remat.chain(watched, x, budget=budget).sum().backward()
+    assert events == [f"{what} {k}" for k in reversed(range(8)) for what in ("began", "hook", "grad")]
+
+
+@levels
+def test_hooks_of_a_tied_parameter_fire_once_with_the_whole_gradient(share: float) -> None:
+    def run(loop: Callable[..., Any]) -> list[Tensor]:
+        made, seen = STACKS["weights-tied-between-and-within-blocks"](), []
+        for weight in made.wrt.values():
+            weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        seed_everything(2)
+        loop(made.step, made.carry)[0].square().sum().backward()
+        return seen
+
+    budget = budget_at(STACKS["weights-tied-between-and-within-blocks"](), share)
+    got, expected = run(chained(budget=budget)), run(plain_chain)
+    assert len(got) == len(expected) == len(STACKS["weights-tied-between-and-within-blocks"]().wrt)
+    assert sorted(map(str, got)) == sorted(map(str, expected))
+
+
+@levels
+def test_module_hooks_run_in_pairs_and_see_replays_marked(share: float) -> None:
+    blocks, x = residual(), leaf(B, D)
+    budget = budget_at(of(blocks, x), share)
+    calls, firsts = [0, 0], []
+
+    def before(*_: Any) -> None:
+        calls[0] += not remat.is_recomputing()
+
+    def after(module: nn.Module, *_: Any) -> None:
+        calls[1] += not remat.is_recomputing()
+        firsts.append(module)
+
+    for block in blocks:
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
+    remat.chain(blocks, x, budget=budget).sum().backward()
+    assert calls == [8, 8]
+    assert firsts == blocks, "what hooks note is as after the plain loop"
+
+
+def test_the_optimizer_may_step_in_the_backward() -> None:
+    def run(chain: Callable[..., Tensor]) -> list[Tensor]:
+        def step(p: Tensor) -> None:
+            p.data.sub_(p.grad, alpha=0.1)
+            p.grad = None
+
+        blocks, x = residual(), leaf(B, D, grad=False)
+        for block in blocks:
+            for p in block.parameters():
+                p.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            chain(blocks, x).square().mean().backward()
+        return [p.detach() for block in blocks for p in block.parameters()]
+
+    blocks, x = residual(), leaf(B, D, grad=False)
+    budget = tight(blocks, x)
+    expected = run(lambda blocks, x: plain_chain(blocks, x)[0])
+    assert same(run(lambda blocks, x: remat.chain(blocks, x, budget=budget)), expected)
+
+
+# ---- graphs
+
+
+@levels
+@pytest.mark.parametrize("name", ["batch-norm-in-training", "shared-arguments", "tied-blocks"])
+def test_a_retained_graph_is_used_again(name: str, share: float) -> None:
+    def run(loop: Callable[..., Any]) -> list[Any]:
+        made = STACKS[name]()
+        seed_everything(3)
+        arguments = (made.step, made.carry, made.xs)
+        total = loop(*arguments)[0].square().sum()
+        wanted = list(made.wrt.values())
+        parts = [wanted[-1:], wanted[: len(wanted) // 2], wanted]
+        return [torch.autograd.grad(total, part, retain_graph=True, allow_unused=True) for part in parts]
+
+    assert same(run(chained(budget=budget_at(STACKS[name](), share))), run(plain_chain))
+
+
+@levels
+def test_a_used_graph_says_so_as_autograd_does(share: float) -> None:
+    blocks, x = residual(), leaf(B, D)
+    total = remat.chain(blocks, x, budget=budget_at(of(blocks, x), share)).sum()
+    total.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        total.backward()
+
+
+@levels
+def test_memory_falls_by_reference_counting(share: float) -> None:
+    blocks, x = residual(), leaf(B, D)
+    budget = budget_at(of(blocks, x), share)
+    gradients = [torch.zeros_like(p) for block in blocks for p in block.parameters()]
+    for p, gradient in zip((p for block in blocks for p in block.parameters()), gradients, strict=True):
+        p.grad = gradient
+    x.grad = torch.zeros_like(x)
+
+    def forward_only() -> None:
+        remat.chain(blocks, x * 2, budget=budget)
+
+    def whole() -> None:
+        remat.chain(blocks, x * 2, budget=budget).sum().backward()
+
+    whole()
+    gc.collect()
+    gc.disable()
+    try:
+        for run in (forward_only, whole):
+            assert remat.measure(run).net_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = leaf(B, D)
+    total = remat.chain(residual(2), x, budget="1GiB").square().sum()
+    with pytest.raises(remat.StepError, match=r"remat\.chain cannot be differentiated again"):
+        torch.autograd.grad(total, x, create_graph=True)
+
+
+@levels
+def test_a_weight_changed_between_forward_and_backward(share: float) -> None:
+    blocks, x = residual(), leaf(B, D)
+    total = remat.chain(blocks, x, budget=budget_at(of(blocks, x), share)).sum()
+    with torch.no_grad():
+        blocks[3].inner.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+# ---- errors and refusals
+
+
+def test_the_number_in_a_refusal_works() -> None:
+    blocks, x = residual(), leaf(B, D)
+    with pytest.raises(remat.InfeasibleBudget) as refusal:
+        remat.chain(blocks, x, budget=1000)
+    smallest = refusal.value.smallest_budget_bytes
+    assert remat.measure(lambda: remat.chain(blocks, x, budget=smallest).sum().backward()).peak_bytes <= smallest
+    for tensor in (x, *(p for block in blocks for p in block.parameters())):
+        tensor.grad = None
+    with pytest.raises(remat.InfeasibleBudget):
+        remat.chain(blocks, x, budget=smallest - 1)
+
+
+@levels
+@pytest.mark.parametrize("where", ["forward", "replay or backward"])
+def test_an_error_leaves_what_the_plain_loop_leaves(share: float, where: str) -> None:
+    blocks, x = residual(norm=nn.BatchNorm1d), leaf(B, D)
+    armed: list[str] = []
+
+    class Trap(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: Tensor) -> Tensor:
+            if "forward" in armed and not remat.is_recomputing():
+                raise KeyError("trap")
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+            if "backward" in armed:
+                raise KeyError("trap")
+            return gradient
+
+    blocks.insert(4, Trap.apply)
+    expected = copy.deepcopy([block for block in blocks if isinstance(block, nn.Module)])
+    budget = budget_at(of(blocks, x), share)
+    remat.plan_chain(blocks, x, budget=budget)
+    for block, other in zip((b for b in blocks if isinstance(b, nn.Module)), expected, strict=True):
+        assert same(dict(block.named_buffers()), dict(other.named_buffers())), "planning leaves no trace"
+    armed.append("forward" if where == "forward" else "backward")
+    stream = torch.get_rng_state()
+    with pytest.raises(KeyError, match="trap"):
+        remat.chain(blocks, x, budget=budget).sum().backward()
+    armed.clear()
+    assert torch.equal(stream, torch.get_rng_state())
+    assert not remat.is_recomputing()
+    runs = [int(block.norm.num_batches_tracked) for block in blocks if isinstance(block, nn.Module)]
+    assert runs == ([1] * 4 + [0] * 4 if where == "forward" else [1] * 8)
+    remat.chain(blocks, x, budget=budget).sum().backward()
+
+
+def test_a_block_that_is_not_deterministic_is_found() -> None:
+    blocks, x = residual(), leaf(B, D)
+    blocks[4:4] = [lambda x: torch.sin(x + time.perf_counter() % 1)]
+    budget = tight(blocks, x)
+    with pytest.raises(remat.StepError, match=r"a replay of block \d gives another value"):
+        remat.chain(blocks, x, budget=budget, planner="constant", check=True).sum().backward()
+
+
+def test_gradients_kept_beside_the_carry_are_refused() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.seen = nn.Linear(D, D), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.linear(x)
+            return torch.tanh(self.seen)
+
+    with pytest.raises(remat.StepError, match=r"keeps a tensor with a gradient.*seen"):
+        remat.chain([Keeps(), nn.Linear(D, D)], leaf(B, D), budget="1GiB")
+
+
+# ---- where nothing is kept anyway
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_autograd(mode: Callable[[], Any]) -> None:
+    blocks, x = residual(drop=0.5), leaf(B, D)
+    with mode():
+        seed_everything(1)
+        got = remat.chain(blocks, x, budget=1)
+        seed_everything(1)
+        assert torch.equal(got, plain_chain(blocks, x)[0])
+
+
+def test_nothing_needs_a_gradient() -> None:
+    blocks = [block.requires_grad_(False) for block in residual()]
+    x = leaf(B, D, grad=False)
+    got = remat.chain(blocks, x, budget=1)
+    assert not got.requires_grad
+    assert torch.equal(got, plain_chain(blocks, x)[0])
+    with pytest.raises(remat.StepError, match="nothing to plan"):
+        remat.plan_chain(blocks, x, budget=1)
+    assert remat.chain([], x) is x
+
+
+def test_functional_transforms_take_the_plain_path() -> None:
+    blocks, x = [nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1)], torch.randn(B, D)
+    per_sample = torch.func.vmap(torch.func.grad(lambda row: remat.chain(blocks, row, budget=1).sum()))(x)
+    expected = torch.func.vmap(torch.func.grad(lambda row: plain_chain(blocks, row)[0].sum()))(x)
+    assert torch.equal(per_sample, expected)
+
+
+@levels
+def test_a_chain_in_every_block_of_a_chain(share: float) -> None:
+    def run(chain: Callable[..., Tensor]) -> list[Any]:
+        groups, x = [residual(3), residual(2), residual(3)], leaf(B, D)
+        seed_everything(4)
+        total = chain([lambda x, g=g: chain(g, x) for g in groups], x).square().sum()
+        return list(torch.autograd.grad(total, [x, *(p for g in groups for b in g for p in b.parameters())]))
+
+    seed_everything(5)
+    budget = tight(residual(8), leaf(B, D)) if share < 1 else "1GiB"
+    expected = run(lambda blocks, x: plain_chain(blocks, x)[0])
+    assert same(
+        run(lambda blocks, x: remat.chain(blocks, x, budget=int(2 * budget) if share < 1 else budget)), expected
+    )
+
+
+# ---- Sequential
+
+
+def test_sequential_is_an_nn_sequential() -> None:
+    named = OrderedDict(first=nn.Linear(D, D), act=nn.ReLU(), last=nn.Linear(D, 3))
+    ours, theirs = remat.Sequential(named, budget="1GiB"), nn.Sequential(named)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [*map(id, ours.parameters())] == [*map(id, theirs.parameters())]
+    x = leaf(B, D)
+    assert torch.equal(ours(x), theirs(x))
+    part = ours[1:]
+    assert type(part) is remat.Sequential
+    assert part.budget == "1GiB"
+    assert list(part.state_dict()) == list(theirs[1:].state_dict())
+    assert ours[0] is named["first"] is ours.first
+    assert len(ours + nn.Sequential(nn.Tanh())) == 4
+    assert len(ours * 2) == 6
+    ours, theirs = (kind(*named.values()) for kind in (partial(remat.Sequential, budget="1GiB"), nn.Sequential))
+    ours.append(nn.Linear(3, 3)).insert(0, nn.Identity())
+    assert len(ours) == 5
+    del ours[0]
+    assert torch.equal(ours[:3](x), theirs(x))
+    assert ours.plan(x).chain.length == 4
+    copied = copy.deepcopy(ours)
+    copied.load_state_dict(ours.state_dict())
+    assert torch.equal(copied(x), ours(x))
+
+
+def test_sequential_hands_on_exactly_what_the_module_before_returned() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (x * 2,)
+
+    class Unpair(nn.Module):
+        def forward(self, pair: tuple[Tensor]) -> dict[str, Tensor]:
+            assert type(pair) is tuple
+            return {"y": pair[0] + 1}
+
+    assert set(remat.Sequential(Pair(), Unpair(), budget="1GiB")(leaf(B, D))) == {"y"}
+
+
+@pytest.mark.parametrize("name", ["residual-blocks-with-dropout", "transformer"])
+@pytest.mark.parametrize("planner", ["keep-all", "unequal"])
+def test_planners_by_name(name: str, planner: str) -> None:
+    make = STACKS[name]
+    assert_same(observe(chained(budget="1GiB", planner=planner), make()), observe(plain_chain, make()))

@@ -951,6 +951,58 @@ def gradients_clipped_on_entry(steps: int) -> Program:
     return Program(step, torch.zeros(B, H), xs, wrt={"w": w, "xs": xs})
 
 
+@program
+def gradients_from_the_sixth_step_on(steps: int) -> Program:
+    """Neither the carry nor the outputs need one before, and the step looks at it."""
+    w, v = leaf(H, H), leaf(H, grad=False)
+
+    def step(c: tuple[Tensor, Tensor, int], x: Tensor) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+        h, late, t = c
+        h = h.sin() + x * v
+        if t >= 5:
+            h = torch.tanh(h @ w)
+        late = late * 0.9 + (h if t % 4 == 3 else h.detach())
+        seen = torch.full((2,), float(h.requires_grad) + 2 * float(late.requires_grad))
+        return (h, late, t + 1), (h, late[:, :3], seen)
+
+    return Program(step, (torch.zeros(B, H), torch.zeros(B, H), 0), leaf(steps, B, H, grad=False), wrt={"w": w})
+
+
+@program
+def gradients_until_the_third_step(steps: int) -> Program:
+    """Nothing needs one at the end."""
+    w = leaf(H, H)
+
+    def step(c: tuple[Tensor, int], x: Tensor) -> tuple[Any, Tensor]:
+        h, t = c
+        h = torch.tanh(h @ w + x) if t < 3 else x.sin()
+        return (h, t + 1), h.mean(-1)
+
+    return Program(step, (torch.zeros(B, H), 0), leaf(steps, B, H, grad=False), wrt={"w": w})
+
+
+@program
+def gradients_that_move_along_the_carry(steps: int) -> Program:
+    """A delay line: what needs one comes out at its end after as many steps as it is long, or never."""
+    w, h = leaf(H, H), leaf(B, H)
+
+    def step(c: list[Tensor], x: Tensor) -> tuple[list[Tensor], Tensor]:
+        return [torch.tanh(x @ w), *c[:-1]], c[-1] * 2
+
+    start = [torch.zeros(B, H), torch.zeros(B, H), h, torch.zeros(B, H)]
+    return Program(step, start, leaf(steps, B, H, grad=False), wrt={"w": w, "h": h})
+
+
+@program
+def a_gradient_that_goes_round(steps: int) -> Program:
+    h = leaf(B, H)
+
+    def step(c: list[Tensor], _x: None) -> tuple[list[Tensor], Tensor]:
+        return [c[-1].sin(), *c[:-1]], c[0] * 2
+
+    return Program(step, [h, torch.zeros(B, H), torch.zeros(B, H)], length=steps, wrt={"h": h})
+
+
 # ---- surroundings
 
 

@@ -32,6 +32,7 @@ LAYERS = {
         "loops",
         "meter",
         "mutable",
+        "needs",
         "profiler",
         "ranges",
         "recorded",

@@ -165,6 +165,19 @@ def in_a_global() -> Any:
     return step, {"w": w}, lambda: (GLOBAL_STATE, GLOBAL_STATE.requires_grad)
 
 
+@kind
+def from_the_fifth_step_on() -> Any:
+    cell, w = Cell(torch.zeros(B, H)), leaf(H, H)
+
+    def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        if x[0, 0] > 1:
+            return cell(carry, x)
+        h = torch.tanh(carry @ w)
+        return h, h.sum(-1)
+
+    return step, {**parameters(cell), "w": w}, lambda: (cell.state, cell.state.requires_grad)
+
+
 @pytest.mark.parametrize("name", KINDS)
 @levels
 def test_state_beside_the_carry(name: str, level: str) -> None:

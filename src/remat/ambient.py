@@ -123,10 +123,14 @@ class States:
     Args:
         sources: all that could change.
         watched: which of them a first pass watches, by number; all, if None.
+        expected: which of them may change without more being said; all, if None.
     """
 
-    def __init__(self, sources: tuple[Source, ...], watched: Iterable[int] | None = None) -> None:
+    def __init__(
+        self, sources: tuple[Source, ...], watched: Iterable[int] | None = None, expected: Iterable[int] | None = None
+    ) -> None:
         self.sources = sources
+        self._expected = set(range(len(sources)) if expected is None else expected)
         numbers = range(len(sources))
         self.watched = tuple(numbers if watched is None else sorted(watched))
         in_full = {number for number in numbers if sources[number].version is None} | set(self.watched)
@@ -161,17 +165,28 @@ class States:
             source = self.sources[number]
             state = source.get()
             if not source.same(states[number], state):
-                if not self._settled:
-                    refuse_kept([(source, states[number], state)])
+                self._refuse_kept(source, states[number], state)
                 states[number] = state
         self._last = tuple(states)
         return self._last
+
+    def _refuse_kept(self, source: Source, before: Any, after: Any) -> None:
+        try:
+            refuse_kept([(source, before, after)])
+        except KeptTensors as kept:
+            if not self._settled:
+                raise
+            raise StepError(
+                f"a later step keeps a tensor with a gradient in {kept.places[0].name}, which others like it did not; "
+                "make it part of the carry"
+            ) from None
 
     def settle(self) -> None:
         """A first pass is over: watch only what it changed.
 
         Raises:
-            LateChange: it changed something that was not watched; everything is as it was at the start.
+            LateChange: it changed something that was not watched, or a tensor that was not expected to change; all is
+                as it was at the start.
             KeptTensors: it left a tensor with a gradient there.
             StepError: it changed a tensor that was not watched.
         """
@@ -183,10 +198,17 @@ class States:
                     "part of the carry"
                 )
         refuse_kept([(self.sources[n], self.start[n], self.sources[n].get()) for n in changed])
+        self.take()
+        changed += [
+            n
+            for n in self.watched
+            if n not in self._expected
+            and _nbytes(self.start[n])
+            and not self.sources[n].same(self.start[n], self._last[n])
+        ]
         if changed:
             self.rewind()
             raise LateChange(changed)
-        self.take()
         self._settled = True
         self.watched = tuple(n for n in self.watched if not self.sources[n].same(self.start[n], self._last[n]))
         self.start = tuple(state if n in self.watched else None for n, state in enumerate(self.start))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, Final, TypeVar
 
 import torch
 
 from .ambient import States, Surroundings
 from .captures import reach, unseen_leaves
-from .errors import StepError
+from .errors import LateGradient, StepError
 from .inputs import Inputs, emptied, input_kind, is_sliced, with_tensor
 from .interpreter import Interpreter
 from .kept import Keeping, Place, keeping, known_places, remember, unique
 from .loops import Loop, Outputs, Step
 from .mutable import mutable_sources
+from .needs import Flags, Needed, SeenNeeds, needs_like, united
 from .profiler import Sizes
-from .ranges import AutogradRanges, Captured, Replays, needs_of
+from .ranges import AutogradRanges, Captured, Needs, Replays
 from .recorded import needs_gradient, places_of
 from .schedules import Action
 from .streams import random_sources
@@ -39,22 +41,46 @@ class Nature:
     """What one step was seen to do.
 
     Attributes:
-        needs: which leaves of a carry need a gradient once the loop runs.
-        output_needs: which outputs need one.
+        needed: which leaves and outputs need gradients at any step, and what it changes beside them.
+        orbit: what carry 1, carry 2, ... need, the last for all that follow, and the outputs of the steps before them.
+        settled: whether that is certain, because from then on everything needs a gradient that can.
         copies: whether the step changes its carry in place.
         grad_mode: whether it computes otherwise when autograd is off.
-        changes: which streams, buffers, lists, ... it changed, by number.
-        sizes: bytes of its results.
+        carry_bytes, output_bytes: bytes of the leaves of its results, 0 for what is no tensor of its own.
+        moved_bytes: bytes of the carry but for tensors that stay where they are.
         unread: leaves of the carry in places that no gradient flows into at the first step, by number.
     """
 
-    needs: tuple[bool, ...]
-    output_needs: tuple[bool, ...]
+    needed: Needed
+    orbit: tuple[tuple[Flags, Flags], ...]
+    settled: bool
     copies: bool
     grad_mode: bool
-    changes: frozenset[int]
-    sizes: Sizes
+    carry_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+    moved_bytes: int
     unread: frozenset[int] = frozenset()
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes of its results."""
+        return Sizes(
+            moved_bytes=self.moved_bytes,
+            output_bytes=sum(self.output_bytes),
+            output_gradient_bytes=sum(compress(self.output_bytes, self.needed.outputs)),
+            final_gradient_bytes=sum(compress(self.carry_bytes, self.needed.carry)),
+        )
+
+    def wider(self, more: Needed) -> Nature:
+        """The same, with room for what other steps do."""
+        return replace(self, needed=self.needed.union(more))
+
+    def of_length(self, length: int) -> Nature:
+        """The same for a loop that ends before everything is as it will be."""
+        if not self.settled or length >= len(self.orbit):
+            return self
+        outputs = united(outputs for _, outputs in self.orbit[:length])
+        return replace(self, needed=self.needed._replace(outputs=outputs))
 
 
 class Call:
@@ -69,7 +95,6 @@ class Call:
         modules: the modules that the step can reach.
         fixed: tensors that it can reach and must leave as they are.
         streams: the random streams among them, by number.
-        watched: those that a first pass watches, by number.
         places: where the step keeps tensors with gradients beside its carry; their contents are its last leaves.
     """
 
@@ -103,7 +128,6 @@ class Call:
         self.modules = reached.modules
         self.fixed = [tensor for tensor in reached.fixed if id(tensor) not in kept]
         self.streams = frozenset(range(len(streams)))
-        self.watched = set(self.streams)
         buffers = (value for value in reached.changeable if isinstance(value, torch.Tensor))
         self._buffers = [buffer for buffer in buffers if id(buffer) not in kept]
         self._fingerprints: list[Any] | None = [None] * self.length if check else None
@@ -180,8 +204,10 @@ class Call:
         self, loop: Loop, nature: Nature, actions: Iterator[Action], carry: Leaves, states: States, length: int
     ) -> Interpreter:
         """An interpreter over the call's stages."""
-        needs = needs_of(carry, nature.needs)
-        copies, grad_mode = (lambda _: nature.copies), (lambda _: nature.grad_mode)
+        needs: Needs = needs_like(carry, [flags for flags, _ in nature.orbit])
+        copies, seen = (lambda _: nature.copies), None
+        if not nature.settled:
+            needs = loop.seen = seen = SeenNeeds(carry)
         captured, replays = Captured(self.captured), Replays(states, self.surroundings)
         recorder = AutogradRanges(loop, length, needs=needs, captured=captured, copies=copies, replays=replays)
         return Interpreter(
@@ -194,14 +220,29 @@ class Call:
             surroundings=self.surroundings,
             needs=needs,
             copies=copies,
-            grad_mode=grad_mode,
+            # Those that have not been seen yet too, to see what of their results needs gradients.
+            grad_mode=lambda stage: nature.grad_mode or (seen is not None and stage >= seen.reached),
         )
+
+    def keeps_nothing(self, nature: Nature) -> bool:
+        """Whether the step changes nothing in which it could keep tensors."""
+        return not any(self.sources[number].kept for number in nature.needed.changes)
 
     def check_end(self, run: Interpreter) -> None:
         """`check_seen` for the newest nodes of the last recorded range; every step was looked at once already."""
         if isinstance(run.recorder, AutogradRanges):
             nodes, known, first_sequence = run.recorder.newest(run.ranges[run.length].tape)
             self.check_seen(nodes, known, first_sequence, _NODES)
+
+    def check_needs(self, loop: Loop, nature: Nature) -> None:
+        """After a first pass: were there more gradients than the plan has room for?
+
+        Raises:
+            LateGradient: there were.
+        """
+        seen = loop.seen
+        if seen is not None and nature.needed.union(late := Needed(seen.carries, seen.outputs)) != nature.needed:
+            raise LateGradient(late)
 
     def check_seen(
         self, nodes: Iterable[Any], known: list[torch.Tensor], first_sequence: int, limit: int | None = None

@@ -16,7 +16,7 @@ from .ambient import States, is_transformed, opaque, recomputing
 from .blockcalls import ChainCall, copied_stages, in_need
 from .blocks import Block
 from .captures import unseen_leaves
-from .errors import LateChange, LateGradient, StepError
+from .errors import LateChange, StepError
 from .interpreter import Interpreter
 from .plans import Plan
 from .ranges import AutogradRanges, Captured, Replays
@@ -167,7 +167,7 @@ class _Work:
                 self._check()
                 assert self.run is not None
                 self.run.settle()
-        except (MissedTensors, LateChange, LateGradient):
+        except (MissedTensors, LateChange, StepError):
             self.undo()
             raise
         self.final_places, self._width = places_of(final), len(final)

@@ -69,18 +69,6 @@ class StepError(RematError, ValueError):
     """A step, or what was handed to it, breaks the contract of `remat.scan`."""
 
 
-class LateChange(RematError):
-    """A later step changed something that the first did not; never reaches the user.
-
-    Attributes:
-        numbers: what changed, by the number of its source.
-    """
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.numbers = tuple(numbers)
-        super().__init__(f"sources {self.numbers} changed")
-
-
 class KeptTensors(RematError):
     """A step keeps tensors with gradients beside its carry; never reaches the user.
 
@@ -93,19 +81,25 @@ class KeptTensors(RematError):
         super().__init__(f"tensors are kept in {len(self.places)} places")
 
 
-class LateGradient(StepError):
-    """Leaves of a carry came to need a gradient in a later step, after earlier ones had been run without.
+class LateChange(RematError):
+    """A later step changed something that the first did not; never reaches the user.
 
     Attributes:
-        places: the leaves, by number.
+        numbers: what changed, by the number of its source.
     """
 
-    def __init__(self, places: Sequence[int]) -> None:
-        self.places = tuple(places)
-        super().__init__(
-            f"leaves {', '.join(map(str, places))} of the carry need a gradient from some later step on, but not from "
-            "the first; make them need one from the start: initial_carry.requires_grad_()"
-        )
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = tuple(numbers)
+        super().__init__(f"sources {self.numbers} changed")
 
-    def __reduce__(self) -> tuple[type[LateGradient], tuple[tuple[int, ...]]]:
-        return type(self), (self.places,)
+
+class LateGradient(RematError):
+    """Leaves of carries, or outputs, need a gradient at steps at which none was foreseen; never reaches the user.
+
+    Attributes:
+        needed: which do at any step.
+    """
+
+    def __init__(self, needed: Any) -> None:
+        self.needed = needed
+        super().__init__("more gradients are needed than were foreseen")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -15,18 +17,22 @@ from .ambient import States, by_itself, recomputing, refuse_kept
 from .budgets import agreed_budget_bytes
 from .calls import Call, Nature
 from .captures import reached_leaves
-from .errors import StepError
+from .errors import InfeasibleBudget, StepError
 from .kept import left_alone
 from .loops import Loop, Outputs
 from .mutable import note_moving, refuse_changes
+from .needs import Flags, Needed, flags_of, united
 from .planners.room import smallest
 from .plans import Plan, plan
-from .profiler import STEPS, Costs, OnDevice, Sizes, Trial, profile
+from .profiler import STEPS, Costs, OnDevice, Trial, profile
 from .recorded import can_need, copied, detached, needs_gradient, places_of, sequence_number, versions_of
+from .schedules import Advance
 from .trees import Leaves
 
 Value = TypeVar("Value")
 _KEPT: Final = 256  # steps and plans are remembered
+_SURVEYED: Final = 1000  # steps at most are run to see what they need
+_TRANSIENT: Final = 6  # runs of a step at most, until what needs gradients stays as it is
 
 
 class _Memory(OrderedDict[Hashable, Any]):
@@ -43,7 +49,7 @@ class _Memory(OrderedDict[Hashable, Any]):
         return made
 
 
-_natures, _costs, _plans = _Memory(), _Memory(), _Memory()
+_natures, _surveys, _learnt, _costs, _plans = _Memory(), _Memory(), _Memory(), _Memory(), _Memory()
 
 
 def nature_of(call: Call) -> Nature:
@@ -51,9 +57,26 @@ def nature_of(call: Call) -> Nature:
 
     Raises:
         StepError: it does not do what a step must.
-        MissedTensors: it uses tensors that the call does not know of.
+        MissedTensors, KeptTensors: it uses tensors that the call does not know of.
     """
-    return _natures.recall(call.key(), lambda: by_itself(_Discovery(call).nature, call.surroundings))
+    key = call.key()
+    nature = _natures.recall(key, lambda: by_itself(_Discovery(call).nature, call.surroundings))
+    if key in _learnt:
+        nature = nature.wider(_learnt[key])
+    if any(map(needs_gradient, call.tensors())) and not (nature.settled and call.keeps_nothing(nature)):
+        nature = nature.wider(_survey_of(call))
+    return nature.of_length(call.length)
+
+
+def learn(call: Call, more: Needed) -> None:
+    """Remember what steps did in whole loops, and the first few had not shown: it has room in plans from now on."""
+    key = call.key()
+    _learnt[key] = _learnt[key].union(more) if key in _learnt else more
+
+
+def _survey_of(call: Call) -> Needed:
+    job = partial(_surveyed, call, _natures[call.key()])
+    return _surveys.recall((call.key(), call.length), lambda: by_itself(job, call.surroundings))
 
 
 def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature, Plan]:
@@ -67,23 +90,33 @@ def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature,
         StepError, MissedTensors: as `nature_of`.
     """
     limit = agreed_budget_bytes(budget, call.device)
-    nature = nature_of(call)
-    key = call.key()
+    try:
+        return _planned(call, nature_of(call), limit, planner)
+    except InfeasibleBudget:
+        before = nature_of(call)
+        learn(call, _survey_of(call))  # the number that a refusal says must hold for all steps
+        if nature_of(call) == before:
+            raise
+    return _planned(call, nature_of(call), limit, planner)
+
+
+def _planned(call: Call, nature: Nature, limit: int, planner: str) -> tuple[Nature, Plan]:
+    key = call.key(), nature
     gradients = sum(leaf.nbytes for leaf in call.inputs.tensors() if leaf.requires_grad)
     costs = _costs.recall(key, lambda: _measure(call, nature, limit, gradients))
     chain = costs.chain(call.length, gradients)
     if call.inputs.owned_bytes:
         chain = msgspec.structs.replace(chain, output_bytes=chain.output_bytes + call.inputs.owned_bytes)
-    return nature, _plans.recall(
-        (key, call.length, gradients, call.inputs.owned_bytes, limit, planner), lambda: plan(chain, limit, planner)
-    )
+    like = *key, call.length, gradients, call.inputs.owned_bytes, limit, planner
+    return nature, _plans.recall(like, lambda: plan(chain, limit, planner))
 
 
 def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) -> Costs:
     """The costs of one step, measured in small runs on copies of the carry."""
+    nature = replace(nature, settled=True, orbit=(nature.needed[:2],))  # the most there can be
     loop = call.loop(Outputs(STEPS), call.carry, call.inputs.leaves)
-    states = States(call.sources, nature.changes)
-    carry = _marked(_representative(call, nature, loop), nature.needs)
+    states = States(call.sources, nature.needed.changes)
+    carry = _marked(_representative(call, nature, loop), nature.needed.carry)
 
     def start() -> Trial:
         if loop.outputs is not None:
@@ -93,7 +126,7 @@ def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) 
 
     def arriving() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         assert loop.outputs is not None
-        outputs = zip(loop.outputs.buffers, nature.output_needs, strict=True)
+        outputs = zip(loop.outputs.buffers, nature.needed.outputs, strict=True)
         adjoint = [torch.zeros_like(leaf) if needs_gradient(leaf) else None for leaf in _firsts(carry)]
         return adjoint, [torch.zeros_like(buffer) if need else None for buffer, need in outputs]
 
@@ -101,7 +134,7 @@ def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) 
         return limit - smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
 
     def measured() -> Costs:
-        watching = States(call.sources, call.watched | nature.changes)
+        watching = States(call.sources, call.streams | nature.needed.changes)
         with torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
             return profile(start, nature.sizes, OnDevice(call.device), room_bytes)
 
@@ -113,9 +146,25 @@ def _representative(call: Call, nature: Nature, loop: Loop) -> Leaves:
     carry = copied(detached(call.carry))
     if not call.places:
         return carry
-    watching = States(call.sources, call.watched | nature.changes)
+    watching = States(call.sources, call.streams | nature.needed.changes)
     with recomputing(), torch.no_grad(), watching.undisturbed(), left_alone(call.places):
         return copied(detached(loop.run(0, carry, loop.inputs(0, recording=False), first=True)[0]))
+
+
+def _surveyed(call: Call, nature: Nature) -> Needed:
+    """What the steps of a loop need and change, where the first few do not tell: many are run once."""
+    nature = replace(nature, settled=False)
+    loop, length = call.loop(None, call.carry, call.inputs.leaves), min(call.length, _SURVEYED)
+    states = States(call.sources)
+    carry = _marked(copied(detached(call.carry)), call.needs)
+    with recomputing(), torch.enable_grad(), states.undisturbed(), left_alone(call.places):
+        run = call.interpreter(loop, nature, iter(()), carry, states, length)
+        for index in range(length):
+            run.do(Advance(index, index + 1))
+            states.take()  # where a step keeps tensors shows only with autograd on
+        changed = [n for n, source in enumerate(call.sources) if not source.same(states.start[n], source.get())]
+    assert loop.seen is not None
+    return Needed(loop.seen.carries, loop.seen.outputs, frozenset(changed))
 
 
 class _Discovery:
@@ -140,18 +189,38 @@ class _Discovery:
             versions = [tensor._version for tensor in fixed]
             plain = self._without_autograd(carry)
             copies = versions_of(carry) != before
-            needs = self.call.needs
-            while True:
-                after, outputs, unread = self._record(needs)
-                wider = tuple(a or needs_gradient(b) for a, b in zip(needs, after, strict=True))
-                if wider == needs:
-                    break
-                needs = wider
+            orbit, after, outputs, unread = self._orbit()
+            moved_bytes = _moved_bytes(carry, plain or after)
             refuse_changes(fixed, versions)
             changes = self._changes()
         same = plain is not None and all(map(_same_bits, plain, [*after, *outputs]))
-        sizes = _sizes(needs, after, outputs)
-        return Nature(needs, tuple(map(needs_gradient, outputs)), copies, not same, changes, sizes, unread)
+        could = tuple(map(_could_need, after)), tuple(map(_could_need, outputs))
+        return Nature(
+            needed=Needed(united(flags for flags, _ in orbit), united(flags for _, flags in orbit), changes),
+            orbit=tuple(orbit),
+            settled=orbit[-1] == could,
+            copies=copies,
+            grad_mode=not same,
+            carry_bytes=tuple(map(_bytes_of, _firsts(after))),
+            output_bytes=tuple(map(_bytes_of, outputs)),
+            moved_bytes=moved_bytes,
+            unread=unread,
+        )
+
+    def _orbit(self) -> tuple[list[tuple[Flags, Flags]], Leaves, Leaves, frozenset[int]]:
+        """What needs gradients after each step until nothing changes any more, the last results, and what is unread.
+
+        Once everything needs a gradient that can, nothing changes any more.
+        """
+        needs, orbit = self.call.needs, []
+        after, outputs, unread = self._record(needs)
+        for _ in range(_TRANSIENT):
+            orbit.append((flags_of(after), flags_of(outputs)))
+            if orbit[-1][0] == needs:
+                break
+            needs = orbit[-1][0]
+            after, outputs, _ = self._record(needs)
+        return orbit, after, outputs, unread
 
     @contextmanager
     def _no_gathering(self) -> Iterator[None]:
@@ -227,16 +296,19 @@ def _marked(leaves: Leaves, needs: tuple[bool, ...]) -> Leaves:
     return leaves
 
 
-def _sizes(needs: tuple[bool, ...], carry: Leaves, outputs: Leaves) -> Sizes:
-    def size(leaves: Leaves, wanted: Iterable[bool]) -> int:
-        return sum(leaf.nbytes for leaf, want in zip(leaves, wanted, strict=True) if want and leaf is not None)
+def _could_need(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and can_need(leaf)
 
-    tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in outputs]
-    return Sizes(
-        output_bytes=size(tensors, [True] * len(tensors)),
-        output_gradient_bytes=size(tensors, map(needs_gradient, outputs)),
-        final_gradient_bytes=size(_firsts(carry), needs),
-    )
+
+def _bytes_of(leaf: Any) -> int:
+    return leaf.nbytes if isinstance(leaf, torch.Tensor) else 0
+
+
+def _moved_bytes(before: Leaves, after: Leaves) -> int:
+    """Bytes of what a carry holds, without what stood at the same place before."""
+    stayed = {id(old) for old, new in zip(before, after, strict=False) if old is new}
+    moved = [leaf for leaf in after[: len(before)] if isinstance(leaf, torch.Tensor) and id(leaf) not in stayed]
+    return sum({leaf.untyped_storage()._cdata: leaf.nbytes for leaf in moved}.values())
 
 
 def _same_bits(a: Any, b: Any) -> bool:

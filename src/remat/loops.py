@@ -10,6 +10,7 @@ import torch
 
 from .errors import StepError
 from .inputs import Column
+from .needs import SeenNeeds
 from .trees import Leaves, Mismatch, Structure
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -73,6 +74,9 @@ class Loop:
         outputs: where first runs leave their outputs.
         fingerprints: what each step returned in its first run, for replays to be compared with; None: no comparison.
         becoming: how many of the carry's last leaves may be anything before the first step.
+
+    Attributes:
+        seen: what takes notes of which results of first runs need gradients; None: nobody does.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Loop:
         self.output_structure: Structure | None = None
         self._kinds = [kind_of(leaf) for leaf in carry]
         self._becoming = becoming
+        self.seen: SeenNeeds | None = None
         self._output_kinds: list[Any] = []
         self._input_structure = input_structure
         self._fingerprints = fingerprints
@@ -128,6 +133,8 @@ class Loop:
             self._becoming = 0
         self._check(index, "a carry", self.structure, self._kinds, leaves)
         self._check(index, "outputs", self.output_structure, self._output_kinds, outputs)
+        if first and self.seen is not None:
+            self.seen.note(index + 1, leaves, outputs)
         if self._fingerprints is not None:
             self._compare(index, leaves, outputs, first=first)
         return leaves, outputs

@@ -178,11 +178,16 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What can be read off a step's results: bytes of outputs, of outputs and carry that need a gradient."""
+    """What can be read off a step's results: bytes of outputs, of outputs and carry that need a gradient.
+
+    `moved_bytes` are those of leaves of the carry that are not the very tensors that stood there before: where leaves
+    move along, a meter sees only some of them as new, but stored carries far apart share none.
+    """
 
     output_bytes: int
     output_gradient_bytes: int
     final_gradient_bytes: int
+    moved_bytes: int = 0
 
 
 def profile(
@@ -352,8 +357,9 @@ def _costs(
     tape: Tape, singly: list[Reading], sizes: Sizes, parameters: int, aside: _Aside, advance_s: float = 0.0
 ) -> Costs:
     carry, peak = max(singly[0].net_bytes, 0), singly[0].peak_bytes
+    stored = max(carry, sizes.moved_bytes) + aside.stored
     return Costs(
-        Stage(carry + aside.stored, (tape,), forward_s=advance_s, workspace_bytes=max(peak - carry, 0)),
+        Stage(stored, (tape,), forward_s=advance_s, workspace_bytes=max(peak - carry, 0)),
         sizes.output_bytes,
         sizes.output_gradient_bytes,
         sizes.final_gradient_bytes,

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import graph
 
 from .ambient import States, Surroundings, recomputing
-from .errors import LateGradient
+from .errors import StepError
 from .recorded import (
     Boundary,
     Enter,
@@ -290,7 +290,10 @@ class AutogradRanges:
         needs = self.needs(recorded.stop)
         late = [place for place, leaf in enumerate(carry) if needs_gradient(leaf) and not needs[place]]
         if late:
-            raise LateGradient(late)
+            raise StepError(
+                f"leaves {', '.join(map(str, late))} of the carry that leaves step {recorded.stop - 1} need a gradient "
+                "now, and did not in the first run; the step is not deterministic"
+            )
         recorded.leaving = [(place, root_of(carry[place])) for place in places_of(carry) if carry[place].requires_grad]
 
     def newest(self, tape: RecordedRange) -> tuple[list[Any], list[torch.Tensor], int]:

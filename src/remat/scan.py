@@ -19,7 +19,7 @@ from .errors import KeptTensors, LateChange, LateGradient, StepError
 from .inputs import Inputs, checked_lengths, fetched, masked, packed_lengths, packed_like
 from .interpreter import Interpreter
 from .kept import left_alone, left_if_stopped
-from .knowledge import plan_of
+from .knowledge import learn, nature_of, plan_of
 from .loops import Loop, Outputs, Step
 from .plans import Plan
 from .recorded import needs_gradient, places_of
@@ -130,9 +130,9 @@ def _run(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]:
         except KeptTensors as kept:
             call = call.keeping(kept.places)
         except LateChange as late:
-            call.watched.update(late.numbers)
+            learn(call, nature_of(call).needed._replace(changes=frozenset(late.numbers)))
         except LateGradient as late:
-            call.needs = tuple(need or place in late.places for place, need in enumerate(call.needs))
+            learn(call, late.needed)
 
 
 def _once(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]:
@@ -224,17 +224,19 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, nature: Nature, made: Plan, packing: _Packing, *tensors: torch.Tensor) -> Any:
-        states = States(call.sources, call.watched | nature.changes)
+        states = States(call.sources, call.streams | nature.needed.changes, nature.needed.changes)
         outputs = Outputs(call.length)
         try:
             run, loop, carry = _forward(call, nature, made, states, outputs, tensors)
             run.settle()
+            call.check_needs(loop, nature)
         except _RESTARTS:
             states.rewind()
             raise
         packed = packing.pack(carry, outputs.buffers, loop)
         needs = [needs_gradient(carry[place]) for place in packing.places]
-        needs += [nature.output_needs[number] for number in packing.numbers]
+        output_needs = nature.needed.outputs if loop.seen is None else loop.seen.outputs
+        needs += [output_needs[number] for number in packing.numbers]
         ctx.mark_non_differentiable(*(t for t, need in zip(packed, needs, strict=True) if not need))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -261,7 +263,7 @@ class _Scan(torch.autograd.Function):
             arrived = iter(gradients)
             for place in ctx.packing.places:
                 adjoint[place] = next(arrived)
-            stacked: list[torch.Tensor | None] = [None] * len(ctx.nature.output_needs)
+            stacked: list[torch.Tensor | None] = [None] * len(ctx.nature.needed.outputs)
             for number in ctx.packing.numbers:
                 stacked[number] = next(arrived)
             found = run.backward(adjoint, stacked)

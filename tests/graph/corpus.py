@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -112,7 +112,18 @@ CASES: dict[str, Callable[[], Case]] = {
         _stack(nn.Linear(16, 32), nn.SiLU(), nn.Dropout(0.5), nn.Linear(32, 8)), torch.randn(8, 16)
     ),
     "branches": lambda: _case(_Branches(), torch.randn(8, 16)),
+    "norms": lambda: _case(_stack(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1)), torch.randn(64, 8)),
+    "pooled": lambda: _case(
+        _stack(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU(), nn.MaxPool2d(2)),
+        torch.randn(4, 2, 8, 8),
+    ),
+    "deep": lambda: _case(_stack(*(nn.Tanh() for _ in range(6)), nn.Linear(8, 1)), torch.randn(32, 8)),
+    "gated": lambda: _case(nn.Linear(8, 16), torch.randn(64, 8), lambda m, x: F.glu(m(x)).exp().mul(x).sum()),
+    "skips": lambda: _case(nn.Linear(8, 8), torch.randn(64, 8), lambda m, x: m((h := m(x)).sin() + h.cos()).sum()),
+    "step": lambda: _case(nn.RNNCell(4, 8, bias=False), torch.randn(1, 16, 4), _in_steps),
 }
+# Those whose optimum is found in no time.
+TINY: Final = (*("sigmoids", "bottleneck", "dropout", "norms", "pooled", "deep", "gated", "skips", "step"),)
 
 
 class _Branches(nn.Module):

@@ -9,6 +9,7 @@ inplace_ops the same in FX graphs, executed
 cuts        the forward as positions, and where little crosses                                   (no torch)
 replay      what is kept, as a program                                                           (no torch)
 strategies/ Chen's: drop-cheap, √n, algorithm 3, the recursion                                   (no torch)
+optimum     the true optimum of a small graph, a mixed-integer program: the yardstick            (no torch)
 reuse       Chen's sharing of whole buffers, its baseline                                        (no torch)
 pictures    the arena, time × address
 capture     the joint graph of AOTAutograd as such a value

@@ -3,7 +3,7 @@
 PYTHON  ?= python3
 SECONDS ?= 600
 BIN     := .venv/bin
-SOURCES := src tests benchmarks
+SOURCES := src tests benchmarks examples
 
 .PHONY: demo test check lint types bench fuzz clean
 

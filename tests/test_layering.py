@@ -43,7 +43,19 @@ LAYERS = {
         "sweeps",
         "trees",
     },
-    "L4": {"blockcalls", "calls", "chain", "chunking", "knowledge", "layered", "recurrent", "scan", "sequential"},
+    "L4": {
+        "blockcalls",
+        "calls",
+        "chain",
+        "chunking",
+        "fit",
+        "fitting",
+        "knowledge",
+        "layered",
+        "recurrent",
+        "scan",
+        "sequential",
+    },
     "L5": {"cli", "demo", "figures", "options", "problems", "reporting"},
 }
 WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"cli", "options", "problems", "reporting"}

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from .chains import Chain as Chain
     from .chains import Stage as Stage
     from .chains import Tape as Tape
+    from .errors import FitError as FitError
     from .errors import InfeasibleBudget as InfeasibleBudget
     from .errors import RematError as RematError
     from .errors import StepError as StepError
     from .errors import UnsupportedChain as UnsupportedChain
+    from .fit import fit as fit
     from .meter import Measurement as Measurement
     from .meter import measure as measure
     from .plans import Plan as Plan
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES: Final = {
     "is_recomputing": "ambient",
     "Chain": "chains",
+    "FitError": "errors",
     "InfeasibleBudget": "errors",
     "Measurement": "meter",
     "Plan": "plans",
@@ -46,6 +49,7 @@ _HOMES: Final = {
     "Tape": "chains",
     "UnsupportedChain": "errors",
     "chain": "chain",
+    "fit": "fit",
     "measure": "meter",
     "plan": "plans",
     "plan_chain": "chain",
@@ -57,6 +61,7 @@ _HOMES: Final = {
 
 __all__ = [
     "Chain",
+    "FitError",
     "InfeasibleBudget",
     "Measurement",
     "Plan",
@@ -68,6 +73,7 @@ __all__ = [
     "UnsupportedChain",
     "__version__",
     "chain",
+    "fit",
     "is_recomputing",
     "measure",
     "plan",

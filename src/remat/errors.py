@@ -4,7 +4,8 @@ RematError
 ├── InfeasibleBudget   (ValueError)    no schedule fits; carries the smallest budget that does
 ├── IllegalSchedule    (ValueError)    the simulator refused an action
 ├── UnsupportedChain   (ValueError)    this planner cannot plan this chain; names one that can
-└── StepError          (ValueError)    the step, its inputs or its results break the contract of `scan`
+├── StepError          (ValueError)    the step, its inputs or its results break the contract of `scan`
+└── FitError           (ValueError)    `fit` found no way to train this model inside a budget
 """
 
 from __future__ import annotations
@@ -103,3 +104,7 @@ class LateGradient(RematError):
     def __init__(self, needed: Any) -> None:
         self.needed = needed
         super().__init__("more gradients are needed than were foreseen")
+
+
+class FitError(RematError, ValueError):
+    """There is no way to train this model, called like this, inside a budget; says what stood in the way of each."""

@@ -91,7 +91,7 @@ class _Budgeted:
         forward = super().forward  # type: ignore[misc]  # of the layer's own class
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with _KernelCalls(self.budget, self.chunk):
+        with KernelCalls(self.budget, self.chunk):
             return forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -116,7 +116,7 @@ def _empty(base: type) -> Any:
     return object.__new__(_budgeted(base))
 
 
-class _KernelCalls(TorchFunctionMode):
+class KernelCalls(TorchFunctionMode):
     """Answers the layer's call of the fused kernel, after PyTorch's own code has checked and arranged the arguments."""
 
     def __init__(self, budget: int | str | None, chunk: int | None) -> None:

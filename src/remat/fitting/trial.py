@@ -1,0 +1,245 @@
+"""A model tried on paper: one forward and backward on fake tensors, which take no memory and no time worth naming.
+
+First the forward is watched to find its loops; then it is run with each loop answered by a stand-in that returns fake
+results at no cost, while a ledger keeps the books of everything else. What is left is what lies *outside*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ambient import Surroundings, by_itself, recomputing
+from ..captures import reach
+from ..errors import FitError
+from ..estimate import Ledger, Rates
+from ..mutable import mutable_sources
+from ..streams import random_sources
+from ..trees import Structure
+from . import seams
+from .loops import Loop, Watch, blocks_of, loops_of
+from .pending import PendingUse
+from .running import Gathered, Gathering
+
+_RATES = Rates(flops_per_s=1e11, bytes_per_s=1e10)
+_CUTS = 64  # a model that uses more results beside its loops has none to speak of
+
+
+class Phase(NamedTuple):
+    """A piece of the training step outside of its loops.
+
+    Attributes:
+        peak_bytes: most bytes outside of the loops during it.
+        level_bytes: those at its end.
+        loop: the loop that comes next; None at the end of the step.
+        backward: whether it is that loop's backward that comes next.
+        arriving_bytes: of those at its end, gradients that arrive for that loop's results.
+    """
+
+    peak_bytes: int
+    level_bytes: int
+    loop: int | None
+    backward: bool
+    arriving_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """What a trial found.
+
+    Attributes:
+        loops: in the order of their calls.
+        outside: bytes beside them, from the start of the step to its end.
+        plain_peak_bytes: what the plain training step takes at most.
+    """
+
+    loops: tuple[Loop, ...]
+    outside: tuple[Phase, ...]
+    plain_peak_bytes: int
+
+
+class Trials:
+    """Trials of one call on fake tensors.
+
+    Args:
+        model: whose call it is.
+        args, kwargs: what it is called with.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self.model = model
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        structure = Structure((args, kwargs))
+        leaves = structure.flatten((args, kwargs))
+        self.inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.device = _device([*self.inputs, *model.parameters()])
+        self.args, self.kwargs = structure.build([self._fake(leaf) for leaf in leaves])
+        self.wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def _fake(self, leaf: Any) -> Any:
+        return self.mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def loops(self) -> tuple[Loop, ...]:
+        """The loops of the model's forward, whose blocks have seams.
+
+        Raises:
+            PendingUse: results of blocks are used beside their loops in more places than can be followed.
+        """
+        names = blocks_of(self.model)
+        watch = Watch()
+        with self._entered(), seams.observed(watch):
+            seams.own_call(self.model)(*self.args, **self.kwargs)
+        cuts: list[nn.Module] = []
+        while True:
+            loops = tuple(loops_of(watch, names, cuts))
+            try:
+                with self._entered():
+                    self._run(loops, lambda _, gathered: gathered.loop.final)
+                return loops
+            except PendingUse as use:
+                if use.maker in cuts or len(cuts) == _CUTS:
+                    raise
+                cuts.append(use.maker)
+
+    def _run(self, loops: Sequence[Loop], answer: Any) -> Any:
+        with seams.observed(Gathering(loops, answer)):
+            return seams.own_call(self.model)(*self.args, **self.kwargs)
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with recomputing(), torch.enable_grad(), self.mode:
+            yield
+
+    # ---- bytes
+
+    def books(self, loops: Sequence[Loop]) -> Ledger:
+        """The books of a training step, with the loops answered by stand-ins that cost nothing."""
+        ledger = Ledger(_RATES, self.device)
+        anchor = torch.zeros((), requires_grad=True)
+
+        def answer(number: int, gathered: Gathered) -> Sequence[Tensor]:
+            taken = [t for t in (*gathered.carry, *gathered.shared) if t.requires_grad]
+            return _StandIn.apply(ledger, number, gathered.loop.final, anchor, *taken)  # type: ignore[no-any-return]
+
+        self._step(ledger, Gathering(loops, answer), anchor)
+        return ledger
+
+    def plain(self) -> Ledger:
+        """The books of the plain training step."""
+        ledger = Ledger(_RATES, self.device)
+        self._step(ledger, None, torch.zeros((), requires_grad=True))
+        return ledger
+
+    def _step(self, ledger: Ledger, observer: seams.Observer | None, anchor: Tensor) -> None:
+        with self._entered(), ledger:
+            with seams.observed(observer):
+                result = seams.own_call(self.model)(*self.args, **self.kwargs)
+            roots = _roots(result)
+            if roots:
+                wanted = [*self.wanted, *(leaf for leaf in self._fakes() if leaf.requires_grad), anchor]
+                seeds = [torch.ones_like(root) for root in roots]
+                del result
+                gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+                ledger.mark("end 0 0")
+                del gradients
+            else:
+                ledger.mark("end 0 0")
+
+    def _fakes(self) -> list[Tensor]:
+        leaves = Structure((self.args, self.kwargs)).flatten((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def tried(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
+    """Try a call of a model on paper; leaves no trace.
+
+    Raises:
+        FitError: the model cannot be run on fake tensors, or not with its blocks gathered; says why.
+    """
+
+    def job() -> Trial:
+        trials = Trials(model, args, kwargs)
+        loops = trials.loops()
+        return Trial(loops, _outside(trials.books(loops)), trials.plain().peak_bytes)
+
+    with undisturbed(model):
+        try:
+            return by_itself(job, Surroundings({device.type for device in _devices(model)}))
+        except PendingUse as use:
+            raise FitError(f"its blocks are no loop: {use}") from None
+        except Exception as error:
+            raise FitError(f"it cannot be tried on paper: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), "")
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put back what the body has changed: buffers (on fake tensors too, counters are), attributes, random streams."""
+    reached = reach(model)
+    sources = (*random_sources(_devices(model), reached.generators), *mutable_sources(reached))
+    before = [source.get() for source in sources]
+    try:
+        yield
+    finally:
+        for source, state in zip(sources, before, strict=True):
+            if not source.same(state, source.get()):
+                source.set(state)
+
+
+def _devices(model: nn.Module) -> set[torch.device]:
+    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+
+
+def _device(tensors: Sequence[Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), torch.device("cpu"))
+
+
+def _outside(ledger: Ledger) -> tuple[Phase, ...]:
+    level, found = 0, []
+    for phase in ledger.phases:
+        peak, level = level + phase.peak_bytes, level + phase.net_bytes
+        kind, number, arriving = phase.name.split()
+        found.append(Phase(peak, level, None if kind == "end" else int(number), kind == "backward", int(arriving)))
+    return tuple(found)
+
+
+def _roots(result: Any) -> list[Tensor]:
+    """Where a backward begins: a loss if the model returns one, else everything it returns that has a gradient."""
+    leaves = [leaf for leaf in Structure(result).flatten(result) if isinstance(leaf, Tensor)]
+    found = list({id(leaf): leaf for leaf in leaves if leaf.requires_grad}.values())
+    return [leaf for leaf in found if leaf.dim() == 0] or found
+
+
+class _StandIn(torch.autograd.Function):
+    """A loop that costs nothing: results as they were in the trial, zeros for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, ledger: Ledger, number: int, examples: tuple[Tensor, ...], *taken: Tensor) -> Any:
+        ledger.mark(f"forward {number} 0")
+        ctx.ledger, ctx.number, ctx.like = (
+            ledger,
+            number,
+            [(tensor.shape, tensor.dtype, tensor.device) for tensor in taken],
+        )
+        results = tuple(example.detach() for example in examples)
+        fixed = [made for made, like in zip(results, examples, strict=True) if not like.requires_grad]
+        ctx.mark_non_differentiable(*fixed)
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        arriving = sum(gradient.nbytes for gradient in gradients if gradient is not None)
+        ctx.ledger.mark(f"backward {ctx.number} {arriving}")
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return None, None, None, *zeros

@@ -1,0 +1,153 @@
+"""The ways in which a model can be trained inside a budget, and the choice between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from torch import Tensor, nn
+
+from ..chain import chain
+from ..errors import FitError, StepError
+from ..recurrent import KernelCalls
+from ..sizes import format_bytes
+from . import seams
+from .loops import Loop, blocks_of
+from .pending import PendingUse
+from .planning import Division, divided, needs_gradient, survey
+from .running import Gathered, Gathering
+from .trial import Trial, tried
+
+_PERCENT_UNSEEN: Final = 12  # kernels take in passing what is not seen on paper: convolutions up to so much
+
+
+class Way(Protocol):
+    """A way to make a training call."""
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted: most bytes at any moment of the training step."""
+        ...
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call."""
+        ...
+
+    def explain(self) -> str:
+        """Why it was chosen, and what it plans."""
+        ...
+
+
+def choose(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget_bytes: int) -> Way:
+    """The way for a kind of call.
+
+    Raises:
+        InfeasibleBudget: there are ways, but the budget is too small for them; the smallest that works for one.
+        FitError: there is no way.
+    """
+    seams.install(blocks_of(model))
+    trial = tried(model, args, kwargs)
+    unseen = any(loop.is_recurrent for loop in trial.loops)  # what their kernels keep does not show on paper
+    if not unseen and trial.plain_peak_bytes * (100 + _PERCENT_UNSEEN) // 100 <= budget_bytes:
+        return Plain(trial.plain_peak_bytes)
+    if not trial.loops:
+        raise FitError(
+            f"{type(model).__name__} cannot be trained within {format_bytes(budget_bytes)}: plain, it takes about "
+            f"{format_bytes(trial.plain_peak_bytes)}; its forward calls no list of blocks one after the other, and has "
+            "no recurrent layer. Write the loop with remat.scan or remat.chain, or give a larger budget"
+        )
+    costs = survey(model, args, kwargs, trial, budget_bytes)
+    return Loops(_kind(model, trial.loops), trial, divided(budget_bytes, trial.outside, trial.loops, costs))
+
+
+def _kind(model: nn.Module, loops: Sequence[Loop]) -> str:
+    if type(model).forward is nn.Sequential.forward:
+        return "chain"
+    return "recurrent" if all(loop.is_recurrent for loop in loops) else "blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """The plain call: everything fits."""
+
+    peak_bytes: int
+    name: str = "plain"
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Way`."""
+        return seams.own_call(model)(*args, **kwargs)
+
+    def explain(self) -> str:
+        """See `Way`."""
+        return f"way           plain: everything fits, about {format_bytes(self.peak_bytes)}; nothing is computed twice"
+
+
+_REASONS: Final = {
+    "chain": "the model is a sequence of blocks",
+    "blocks": "its forward calls blocks one after the other, and uses what is between them nowhere else",
+    "recurrent": "its recurrent layers are run in chunks of time",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """Loops of blocks, each within its share of the budget."""
+
+    name: str
+    trial: Trial
+    division: Division
+
+    @property
+    def peak_bytes(self) -> int:
+        """See `Way`."""
+        return self.division.peak_bytes
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Way`."""
+        seams.install(blocks_of(model))  # copies have lost theirs
+        gathering = Gathering(self.trial.loops, self._answer)
+        try:
+            with seams.observed(gathering):
+                result = seams.own_call(model)(*args, **kwargs)
+        except PendingUse as use:
+            raise StepError(f"{use}, which it did not do in the trial; fit does not take such models") from None
+        if not gathering.finished:
+            raise StepError("the model calls fewer blocks than in the trial; fit does not take models that skip blocks")
+        return result
+
+    def _answer(self, number: int, gathered: Gathered) -> Sequence[Tensor]:
+        budget_bytes = self.division.shares[number].budget_bytes
+        with seams.observed(None):
+            if gathered.loop.is_recurrent:
+                with KernelCalls(budget_bytes, None):
+                    return gathered.finals(gathered.own())
+            budget = budget_bytes if needs_gradient(gathered) else 1
+            final: Sequence[Tensor] = chain(gathered.stages, gathered.carry, *gathered.shared, budget=budget)
+            return final
+
+    def _plain(self) -> str:
+        if self.name == "recurrent":
+            return ""
+        return f"; plain takes about {format_bytes(self.trial.plain_peak_bytes)}"
+
+    def explain(self) -> str:
+        """See `Way`."""
+        division = self.division
+        lines = [
+            f"way           {self.name}: {_REASONS[self.name]}",
+            f"predicted     {format_bytes(division.peak_bytes)} at most{self._plain()}",
+            f"outside       {format_bytes(division.outside_bytes)} at most beside the blocks: they are not recomputed",
+        ]
+        for loop, share in zip(self.trial.loops, division.shares, strict=True):
+            lines.append(
+                f"loop          {loop.name}: {len(loop.calls)} calls, within {format_bytes(share.budget_bytes)}"
+            )
+            facts = () if share.plan is None else share.plan.facts()
+            lines += [f"{subject:<14}{sentence}" for subject, sentence in facts if subject != "budget"]
+        return "\n".join(lines)

@@ -1,0 +1,332 @@
+"""Whole models inside a budget: the plain model bit for bit, the object unchanged, refusals that say why."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import remat
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """A residual block with dropout, which takes a mask by name and may return more than its result."""
+
+    def __init__(self, number: int, *, extra: bool = False) -> None:
+        super().__init__()
+        self.number, self.extra = number, extra
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Any:
+        y = self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+        y = x + (y if mask is None else y * mask)
+        return (y, None, y.detach().norm()) if self.extra else y
+
+
+class Decoder(nn.Module):
+    """Embedding, a list of blocks with code between them, a tied head and a loss."""
+
+    def __init__(self, blocks: int = 10, *, extra: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.layers = nn.ModuleList(Block(number, extra=extra) for number in range(blocks))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.embed(tokens)
+        shape = x.shape
+        for number, layer in enumerate(self.layers):
+            if number and x.shape != shape:  # what x looks like may be asked, its values may not
+                raise AssertionError(x.shape)
+            x = layer(x, mask=mask)
+            x = x[0] if isinstance(x, tuple) else x
+        logits = F.linear(self.norm(x.flatten(0, 1)), self.embed.weight)
+        return {"logits": logits, "loss": F.cross_entropy(logits, tokens.flatten())}
+
+
+class TwoLoops(nn.Module):
+    """An encoder and a decoder that is handed the encoder's result in every block, and a skip across the first loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*(nn.Sequential(Block(0), Block(1)) for _ in range(3)))
+        self.decoder = nn.ModuleList(Block(number) for number in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.encoder(x)
+        y = x + memory
+        for layer in self.decoder:
+            y = layer(y, mask=memory)
+        return y.square().mean()
+
+
+class Tapped(nn.Module):
+    """Something in the middle of the blocks is used at the end as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(number) for number in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = None
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            middle = x if number == 3 else middle
+        assert middle is not None
+        return (x * middle).square().mean()
+
+
+def tokens(rows: int = 16, columns: int = 32) -> Tensor:
+    return torch.randint(0, 50, (rows, columns), generator=torch.Generator().manual_seed(3))
+
+
+def values(rows: int = 256) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+Case = Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+CASES: dict[str, tuple[str, float, Case]] = {  # the way, the budget's share of the plain peak, what is trained
+    "sequential": ("chain", 0.35, lambda: (nn.Sequential(*(Block(number) for number in range(10))), (values(),), {})),
+    "list of blocks": ("blocks", 0.3, lambda: (Decoder(), (tokens(),), {})),
+    "blocks that return tuples": ("blocks", 0.6, lambda: (Decoder(extra=True), (tokens(),), {})),
+    "a mask": ("blocks", 0.45, lambda: (Decoder(), (tokens(),), {"mask": torch.ones(WIDTH, requires_grad=True)})),
+    "two loops": ("blocks", 0.6, lambda: (TwoLoops(), (values(),), {})),
+}
+
+
+def made(case: Case) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    torch.manual_seed(1)
+    return case()
+
+
+def loss_of(result: Any) -> Tensor:
+    found: Tensor = result["loss"] if isinstance(result, dict) else result
+    return found if found.dim() == 0 else found.sum()
+
+
+def step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    torch.manual_seed(5)
+    loss = loss_of(model(*args, **kwargs))
+    loss.backward()
+    return loss.detach()
+
+
+def trained(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, list[Any]]:
+    """Peak bytes of a training step, and all that it leaves."""
+    step(model, args, kwargs)  # kernels have their buffers now
+    for leaf in (*model.parameters(), *args, *kwargs.values()):
+        leaf.grad = None
+    taken = remat.measure(lambda: step(model, args, kwargs))
+    gradients = [leaf.grad for leaf in (*model.parameters(), *args, *kwargs.values())]
+    return taken.peak_bytes, [taken.value, torch.rand(3), *model.buffers(), *gradients]
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plain_step_bit_for_bit_within_the_budget(name: str) -> None:
+    way, share, case = CASES[name]
+    plain_bytes, wanted = trained(*made(case))
+    model, args, kwargs = made(case)
+    budget = int(share * plain_bytes)
+    state, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
+    assert remat.fit(model, *args, budget=budget, **kwargs) is model
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(list(model.buffers()), buffers)
+    assert model.remat.way == way
+    peak_bytes, found = trained(model, args, kwargs)
+    assert_same(found, wanted)
+    assert 0.8 * budget <= peak_bytes <= budget  # and it makes use of what there is
+    assert abs(model.remat.peak_bytes - peak_bytes) <= 0.06 * budget
+
+
+def test_what_is_used_beside_a_loop_cuts_it() -> None:
+    torch.manual_seed(1)
+    plain_bytes, wanted = trained(Tapped(), (values(),), {})
+    torch.manual_seed(1)
+    model = remat.fit(Tapped(), values(), budget=int(0.6 * plain_bytes))
+    assert [line for line in model.remat.explain().splitlines() if line.startswith("loop")] != []
+    peak_bytes, found = trained(model, (values(),), {})
+    assert peak_bytes <= 0.6 * plain_bytes
+    for a, b in zip(found, wanted, strict=True):  # the gradient at the cut is a sum in another order
+        assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+class Speller(nn.Module):
+    """A recurrent layer between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(32, 50)
+        self.lstm = nn.LSTM(16, 32, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.embed(tokens))
+        return self.head(hidden[:, -1]).square().mean()
+
+
+def test_recurrent_layers_run_in_chunks() -> None:
+    torch.manual_seed(1)
+    sentences = tokens(8, 200)
+    plain_bytes, wanted = trained(Speller(), (sentences,), {})
+    torch.manual_seed(1)
+    model = remat.fit(Speller(), sentences, budget=int(0.5 * plain_bytes))
+    assert model.remat.way == "recurrent"
+    peak_bytes, found = trained(model, (sentences,), {})
+    assert peak_bytes <= 0.5 * plain_bytes
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+# ---- the object
+
+
+@pytest.fixture(scope="module")
+def decoder() -> tuple[nn.Module, int]:
+    """A fitted decoder, and its plain peak."""
+    torch.manual_seed(1)
+    model = Decoder(6)
+    plain_bytes, _ = trained(model, (tokens(),), {})
+    model.zero_grad()
+    return remat.fit(model, budget=int(0.45 * plain_bytes)), plain_bytes
+
+
+def test_the_model_is_the_object_that_it_was(decoder: tuple[nn.Module, int]) -> None:
+    model, _ = decoder
+    assert type(model) is Decoder
+    assert list(model.state_dict()) == list(Decoder(6).state_dict())
+    assert {name for name, _ in model.named_modules()} == {name for name, _ in Decoder(6).named_modules()}
+    assert model.layers[2].number == 2
+    model.load_state_dict(Decoder(6).state_dict())
+
+
+def test_evaluation_is_plain(decoder: tuple[nn.Module, int]) -> None:
+    model, _ = decoder
+    model.remat._ways.clear()
+    model.eval()
+    model(tokens())["loss"].backward()
+    model.train()
+    with torch.no_grad():
+        model(tokens())
+    assert not model.remat._ways
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles_stay_inside_the_budget(decoder: tuple[nn.Module, int], duplicate: Any) -> None:
+    model, plain_bytes = decoder
+    twin = duplicate(model)
+    assert twin.remat is not model.remat
+    assert twin.remat.model is twin
+    twin.zero_grad()
+    peak_bytes, _ = trained(twin, (tokens(),), {})
+    assert twin.remat.way == "blocks"
+    assert peak_bytes <= model.remat.budget_bytes < plain_bytes
+
+
+def test_every_shape_has_a_plan_within_the_budget(decoder: tuple[nn.Module, int]) -> None:
+    model, _ = decoder
+    for rows in (12, 2):
+        model.zero_grad()
+        peak_bytes, _ = trained(model, (tokens(rows),), {})
+        assert peak_bytes <= model.remat.budget_bytes
+    assert model.remat.way == "plain"  # two rows fit
+    with pytest.raises(remat.InfeasibleBudget, match="outside of the loops"):
+        model(tokens(200))
+
+
+def test_nothing_of_a_model_outlives_it(decoder: tuple[nn.Module, int]) -> None:
+    import weakref
+
+    model = remat.fit(Decoder(3), budget=decoder[0].remat.budget_bytes)
+    model(tokens())["loss"].backward()
+    watch = weakref.ref(model)
+    del model
+    assert watch() is None  # by reference counting alone
+
+
+# ---- refusals
+
+
+class Free(nn.Module):
+    """No list of blocks in sight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()).sum()
+
+
+def test_the_smallest_budget_named_in_a_refusal_works() -> None:
+    torch.manual_seed(1)
+    model = Decoder(6)
+    with pytest.raises(remat.InfeasibleBudget, match=r"layers\.0 … layers\.5") as refused:
+        remat.fit(model, tokens(), budget="100KiB")
+    assert "remat" not in vars(model)  # it is as it was
+    remat.fit(model, tokens(), budget=refused.value.smallest_budget_bytes)
+    peak_bytes, _ = trained(model, (tokens(),), {})
+    assert peak_bytes <= refused.value.smallest_budget_bytes
+
+
+def test_refusals_say_what_stood_in_the_way() -> None:
+    with pytest.raises(remat.FitError, match="calls no list of blocks"):
+        remat.fit(Free(), values(), budget="100KiB")
+    with pytest.raises(TypeError, match=r"takes an nn\.Module"):
+        remat.fit(lambda x: x, budget="1MiB")  # type: ignore[type-var]
+    with pytest.raises(remat.FitError, match="wrap it afterwards"):
+        remat.fit(nn.DataParallel(Free()), budget="1MiB")
+    with pytest.raises(remat.FitError, match="nothing has been chosen yet"):
+        remat.fit(Free(), budget="1MiB").remat.explain()
+
+
+# ---- optimizers
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_what_an_optimizer_takes_is_foreseen(kind: Any) -> None:
+    from remat.fitting.optimizers import needs_of
+
+    model = Decoder(3)
+    optimizer = kind(model.parameters(), lr=0.1)
+    foreseen = needs_of(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    taken = remat.measure(optimizer.step)
+    assert abs(foreseen.state_bytes - taken.net_bytes) <= 0.01 * taken.net_bytes + 64
+    assert abs(foreseen.passing_bytes - taken.peak_bytes) <= 0.05 * taken.peak_bytes + 64
+    assert needs_of(optimizer).state_bytes == 0  # it is there now
+
+
+def test_room_for_the_optimizer_comes_off_the_budget() -> None:
+    model = Decoder(6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    parameters = sum(p.nbytes for p in model.parameters())
+    plain_bytes, _ = trained(copy.deepcopy(model), (tokens(),), {})
+    remat.fit(model, tokens(), budget=plain_bytes, optimizer=optimizer)
+    assert abs(model.remat.state_bytes - 2 * parameters) < 1000
+    step(model, (tokens(),), {})
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.state.clear()
+
+    def whole() -> None:
+        step(model, (tokens(),), {})
+        optimizer.step()
+
+    assert remat.measure(whole).peak_bytes <= plain_bytes
+    optimizer.state.clear()
+    with pytest.raises(remat.InfeasibleBudget, match="optimizer state"):
+        remat.fit(model, budget=2 * parameters, optimizer=optimizer)

@@ -41,6 +41,7 @@ LAYERS = {
         "streams",
         "survey",
         "sweeps",
+        "traced",
         "trees",
     },
     "L4": {
@@ -48,6 +49,7 @@ LAYERS = {
         "calls",
         "chain",
         "chunking",
+        "compiling",
         "fit",
         "fitting",
         "knowledge",

@@ -309,6 +309,11 @@ class Surroundings:
         return self._autocast, self._dtype, tuple(map(type, (*self._function_modes, *self._dispatch_modes)))
 
     @property
+    def modes(self) -> tuple[Any, ...]:
+        """The modes that see operators."""
+        return (*self._function_modes, *self._dispatch_modes)
+
+    @property
     def casts(self) -> bool:
         """Whether autocast is on anywhere."""
         return any(state.enabled for state in self._autocast)

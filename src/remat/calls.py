@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -19,10 +20,12 @@ from .loops import Loop, Outputs, Step
 from .mutable import mutable_sources
 from .needs import Flags, Needed, SeenNeeds, needs_like, united
 from .profiler import Sizes
-from .ranges import AutogradRanges, Captured, Needs, Replays
+from .ranges import AutogradRanges, Captured, Needs, Replays, needs_of
 from .recorded import needs_gradient, places_of
 from .schedules import Action
 from .streams import random_sources
+from .traced.stages import TracedRanges, TracedStages
+from .traced.traced import Traced
 from .trees import Leaves, Structure
 
 Value = TypeVar("Value")
@@ -96,14 +99,28 @@ class Call:
         fixed: tensors that it can reach and must leave as they are.
         streams: the random streams among them, by number.
         places: where the step keeps tensors with gradients beside its carry; their contents are its last leaves.
+        entry: the entry of the traced step's menu that entry 0 of a schedule means.
+        compiled: whether the step should be traced and run as a graph; "require", if it has to.
+        traced: that graph, once there is one.
+        reached: all tensors that the walk from the step finds, if it should be traced.
+        uses_arrays: whether it finds NumPy arrays.
     """
 
     def __init__(
-        self, step: Step, carry: Any, inputs: Inputs, *, check: bool = False, places: Sequence[Place] = ()
+        self,
+        step: Step,
+        carry: Any,
+        inputs: Inputs,
+        *,
+        check: bool = False,
+        compiled: bool | str = False,
+        places: Sequence[Place] = (),
     ) -> None:
         self.check, self.inputs, self.length = check, inputs, inputs.length
+        self.compiled, self.entry = compiled, 0
+        self.traced: Traced | None = None
         self._given: Any = step, carry
-        reached = reach(step)
+        reached = reach(step, exact=bool(compiled))
         self.step, self.structure = step, Structure(carry)
         self.carry = self.structure.flatten(carry)
         if places:
@@ -132,6 +149,10 @@ class Call:
         self._buffers = [buffer for buffer in buffers if id(buffer) not in kept]
         self._fingerprints: list[Any] | None = [None] * self.length if check else None
         self._code = (*reached.codes, *reached.settings)
+        self.reached = reached.tensors if compiled else []
+        numpy = sys.modules.get("numpy")
+        self.uses_arrays = numpy is not None and numpy.ndarray in reached.codes
+        self._exact = (*map(_laid_out, self.reached), *reached.exact)
 
     def _find_places(self) -> None:
         self.carry_places = places_of(self.carry)
@@ -144,7 +165,7 @@ class Call:
     def keeping(self, places: Sequence[Place]) -> Call:
         """The same call with more places in its carry."""
         step, carry = self._given
-        return Call(step, carry, self.inputs, check=self.check, places=(*self.places, *places))
+        return Call(step, carry, self.inputs, check=self.check, compiled=self.compiled, places=(*self.places, *places))
 
     def leave_unread(self, numbers: Iterable[int]) -> None:
         """Cut off what is in places that the step overwrites before it reads them; it may belong to a graph of old."""
@@ -204,6 +225,8 @@ class Call:
         self, loop: Loop, nature: Nature, actions: Iterator[Action], carry: Leaves, states: States, length: int
     ) -> Interpreter:
         """An interpreter over the call's stages."""
+        if self.traced is not None:
+            return self._traced_interpreter(self.traced, loop, actions, carry, states, length)
         needs: Needs = needs_like(carry, [flags for flags, _ in nature.orbit])
         copies, seen = (lambda _: nature.copies), None
         if not nature.settled:
@@ -227,6 +250,29 @@ class Call:
     def keeps_nothing(self, nature: Nature) -> bool:
         """Whether the step changes nothing in which it could keep tensors."""
         return not any(self.sources[number].kept for number in nature.needed.changes)
+
+    def _traced_interpreter(
+        self,
+        traced: Traced,
+        loop: Loop,
+        actions: Iterator[Action],
+        carry: Leaves,
+        states: States,
+        length: int,
+    ) -> Interpreter:
+        found, needs = self.found(), needs_of(carry, traced.needing)
+        stages = TracedStages(traced, loop, [found[number] for number in traced.externals])
+        firsts = [self._first_place.get(place, place) for place in range(len(carry))]
+        recorder = TracedRanges(stages, length, captured=Captured(self.captured), firsts=firsts, entry=self.entry)
+        carry = [leaf.detach().contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in carry]
+        return Interpreter(
+            stages, recorder, actions, length, carry, states=states, surroundings=self.surroundings, needs=needs
+        )
+
+    def found(self) -> list[torch.Tensor]:
+        """All tensors that the step can reach, those that the walk had missed at the end."""
+        known = set(map(id, self.reached))
+        return [*self.reached, *(tensor for tensor in self.captured if id(tensor) not in known)]
 
     def check_end(self, run: Interpreter) -> None:
         """`check_seen` for the newest nodes of the last recorded range; every step was looked at once already."""
@@ -282,6 +328,10 @@ class Call:
             torch.get_num_threads(),
         )
 
+    def exact_key(self) -> Hashable:
+        """Equal for calls whose steps are the same graph."""
+        return self.key(), self._exact, *map(_laid_out, self.carry), *map(_laid_out, self.inputs.leaves)
+
 
 _NODES: Final = 512  # of every call's newest recorded ones are looked at for what the walk from the step had missed
 
@@ -292,3 +342,12 @@ def _like(value: Any) -> Hashable:
         return value.shape, value.dtype, value.device, value.requires_grad, type(value)
     kind: type = type(value)
     return value if isinstance(value, int | str | None) else kind
+
+
+def _laid_out(value: Any) -> Hashable:
+    """What of a value decides about a graph: of tensors the layout too, of numbers the value."""
+    if isinstance(value, torch.Tensor):
+        strides = value.stride() if value.layout is torch.strided else None
+        return value.shape, strides, value.dtype, value.device, value.layout, value.requires_grad, type(value)
+    kind: type = type(value)
+    return (kind, value) if isinstance(value, int | float | complex | str | None) else kind

@@ -46,6 +46,7 @@ class Reached:
             them.
         fixed: tensors without gradient that are no buffers, which a step must leave as they are.
         codes: the code of functions, and the types of other objects: what the step does.
+        exact: every plain value and every name under which a tensor can be found; only if asked for.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -55,14 +56,15 @@ class Reached:
     changeable: list[Any] = field(default_factory=list)
     fixed: list[torch.Tensor] = field(default_factory=list)
     codes: list[types.CodeType | type] = field(default_factory=list)
+    exact: list[Hashable] = field(default_factory=list)
 
     def differentiable(self) -> list[torch.Tensor]:
         """The tensors that gradients can flow into."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
 
-def reach(step: object) -> Reached:
-    """Walk from `step` to everything that it can reach."""
+def reach(step: object, *, exact: bool = False) -> Reached:
+    """Walk from `step` to all that it can reach; `exact`ly, for what is made of one step and used for its like."""
     found = Reached()
     seen: set[int] = set()
     buffers: set[int] = set()
@@ -91,6 +93,8 @@ def reach(step: object) -> Reached:
                 isinstance(value, _CHANGEABLE) or hasattr(value, "__next__") or not _is_library(_owner(value))
             ):
                 found.changeable.append(value)
+            if exact:
+                found.exact.extend(_exact_values(value))
             if id(value) not in watchers:
                 found.settings.extend(_settings_of(value))
             inside = list(_inside(value))
@@ -106,6 +110,35 @@ def _settings_of(value: Any) -> Iterator[Hashable]:
         if isinstance(setting, ATOMS) and (owner, name) not in moving:
             # Of a number with a fraction it matters at most whether it is 0, as of a dropout's probability.
             yield bool(setting) if isinstance(setting, float | complex) else _hashable(setting)
+
+
+def _exact_values(value: Any) -> Iterator[Hashable]:
+    """All plain values in a value with their names, and the names of everything else."""
+    if isinstance(value, torch.nn.Module):
+        yield from (tuple(value._parameters), tuple(value._buffers), tuple(value._modules))
+    if isinstance(value, dict):
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, _CONTAINERS):
+        pairs = enumerate(value)
+    else:
+        pairs = [(name, item) for _, name, item in _plain_values(value)]
+        if isinstance(value, types.FunctionType) and not installed(value.__module__):
+            pairs += _values_in_modules(value)
+        elif not installed(type(value).__module__):
+            pairs += [pair for base in type(value).__mro__ for pair in vars(base).items()]
+    for name, item in pairs:
+        if isinstance(item, ATOMS):
+            yield str(name), type(item), _hashable(item)
+        else:
+            yield str(name)
+
+
+def _values_in_modules(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Plain values that code may name in user modules: `settings.rate`."""
+    names = named_globals(function.__code__)
+    found = (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
+    modules = [value for value in found if isinstance(value, types.ModuleType) and not installed(value.__name__)]
+    return [(name, vars(module)[name]) for module in modules for name in sorted(names & vars(module).keys())]
 
 
 def _plain_values(value: Any) -> Iterator[tuple[Any, Any, Any]]:

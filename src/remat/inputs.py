@@ -239,6 +239,14 @@ class Column:
             return x.requires_grad_() if differentiable and self.needs else x
         return leaf[index] if isinstance(leaf, range) else leaf
 
+    def block(self, start: int, stop: int) -> torch.Tensor:
+        """What steps start … stop−1 take of a tensor, time first; there may be more steps than it has."""
+        assert isinstance(self._leaf, torch.Tensor)
+        length = len(self._leaf)
+        if stop <= length:
+            return self._leaf[start:stop]
+        return torch.stack([self._leaf[index % length] for index in range(start, stop)])
+
     def plain(self, index: int) -> Any:
         """What a step takes, tied to the column by autograd."""
         if isinstance(self._whole, torch.Tensor | range):

@@ -17,6 +17,7 @@ from .ambient import States, by_itself, recomputing, refuse_kept
 from .budgets import agreed_budget_bytes
 from .calls import Call, Nature
 from .captures import reached_leaves
+from .compiling import traced_step
 from .errors import InfeasibleBudget, StepError
 from .kept import left_alone
 from .loops import Loop, Outputs
@@ -27,6 +28,7 @@ from .plans import Plan, plan
 from .profiler import STEPS, Costs, OnDevice, Trial, profile
 from .recorded import can_need, copied, detached, needs_gradient, places_of, sequence_number, versions_of
 from .schedules import Advance
+from .traced.traced import Traced
 from .trees import Leaves
 
 Value = TypeVar("Value")
@@ -49,7 +51,7 @@ class _Memory(OrderedDict[Hashable, Any]):
         return made
 
 
-_natures, _surveys, _learnt, _costs, _plans = _Memory(), _Memory(), _Memory(), _Memory(), _Memory()
+_natures, _surveys, _learnt, _costs, _plans, _traced = (_Memory() for _ in range(6))
 
 
 def nature_of(call: Call) -> Nature:
@@ -93,6 +95,8 @@ def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature,
     try:
         return _planned(call, nature_of(call), limit, planner)
     except InfeasibleBudget:
+        if call.traced is not None:  # the graph is that of every step
+            raise
         before = nature_of(call)
         learn(call, _survey_of(call))  # the number that a refusal says must hold for all steps
         if nature_of(call) == before:
@@ -101,14 +105,48 @@ def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature,
 
 
 def _planned(call: Call, nature: Nature, limit: int, planner: str) -> tuple[Nature, Plan]:
-    key = call.key(), nature
+    key, remarks = _trace(call, nature)
     gradients = sum(leaf.nbytes for leaf in call.inputs.tensors() if leaf.requires_grad)
-    costs = _costs.recall(key, lambda: _measure(call, nature, limit, gradients))
+    costs = _costs.recall(key, lambda: _menu_costs(call, nature, limit, gradients))
     chain = costs.chain(call.length, gradients)
     if call.inputs.owned_bytes:
         chain = msgspec.structs.replace(chain, output_bytes=chain.output_bytes + call.inputs.owned_bytes)
-    like = *key, call.length, gradients, call.inputs.owned_bytes, limit, planner
-    return nature, _plans.recall(like, lambda: plan(chain, limit, planner))
+    like = *key, remarks, call.length, gradients, call.inputs.owned_bytes, limit, planner
+    return nature, _plans.recall(like, lambda: replace(plan(chain, limit, planner), remarks=remarks))
+
+
+def _trace(call: Call, nature: Nature) -> tuple[tuple[Hashable, ...], tuple[tuple[str, str], ...]]:
+    """Whether the call's step runs as a graph: what to remember its costs by, and what to say of it.
+
+    Raises:
+        StepError: it cannot, and has to.
+    """
+    if not call.compiled:
+        return (call.key(), nature), ()
+    key = call.exact_key(), nature
+    found = _traced.recall(key, lambda: traced_step(call, nature))
+    if isinstance(found, Traced):
+        call.traced = found
+        return key, (("step", "runs as a graph, traced once: gradients are the plain loop's up to rounding"),)
+    if call.compiled == "require":
+        raise StepError(f"the step cannot run as a graph (compile='require'): {found}")
+    return (call.key(), nature), (("step", f"runs as it is, not as a graph: {found}"),)
+
+
+def _menu_costs(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) -> Costs:
+    """The costs of one step, with every entry of its menu if it has one."""
+    if call.traced is None:
+        return _measure(call, nature, limit, input_gradient_bytes)
+    found = []
+    for entry in range(len(call.traced.menu)):
+        call.entry = entry
+        found.append(_measure(call, nature, limit, input_gradient_bytes))
+    call.entry = 0
+    names = [menu.entry.name for menu in call.traced.menu]
+    tapes = [msgspec.structs.replace(costs.stage.menu[0], name=name) for name, costs in zip(names, found, strict=True)]
+    stage = msgspec.structs.replace(found[0].stage, menu=tuple(tapes))
+    shared = call.traced.shared_bytes + call.traced.copied_bytes(call.carry)
+    return replace(found[0], stage=stage, state_bytes=found[0].state_bytes + shared)
 
 
 def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) -> Costs:

@@ -100,15 +100,15 @@ class Loop:
         self._output_kinds: list[Any] = []
         self._input_structure = input_structure
         self._fingerprints = fingerprints
-        self._columns = [Column(leaf) for leaf in inputs]
-        self._wanted = [column for column in self._columns if column.needs]
+        self.columns = [Column(leaf) for leaf in inputs]
+        self._wanted = [column for column in self.columns if column.needs]
 
     # ---- what the interpreter asks for
 
     def inputs(self, index: int, *, recording: bool) -> Leaves:
         """The leaves of x at a step; when recording, those that need a gradient are fresh leaves."""
         index %= self.length  # profiling may ask for more steps than there are
-        return [column.at(index, differentiable=recording) for column in self._columns]
+        return [column.at(index, differentiable=recording) for column in self.columns]
 
     def run(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:
         """One step, its results taken apart and checked; a replay may not differ either."""

@@ -40,12 +40,14 @@ class Plan:
         budget_bytes: what its peak had to stay within.
         schedule: the actions.
         simulation: exact peak bytes, seconds, forward runs.
+        remarks: what else there is to say, as (subject, sentence) pairs.
     """
 
     chain: Chain
     budget_bytes: int
     schedule: Schedule
     simulation: Simulation
+    remarks: tuple[tuple[str, str], ...] = ()
 
     @property
     def planner(self) -> str:
@@ -84,6 +86,7 @@ class Plan:
             *_kept_facts(self, units),
             *_fixed_facts(self.chain, units),
             *_neighbour_facts(self, units),
+            *self.remarks,
         )
 
     def explain(self) -> str:

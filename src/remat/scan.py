@@ -38,6 +38,7 @@ def scan(
     lengths: Any = None,
     planner: str = "auto",
     check: bool = False,
+    compile: bool | str = False,
 ) -> tuple[Any, Any]:
     """Run `carry, y = step(carry, x)` for every x, and train through it inside a memory budget.
 
@@ -60,6 +61,9 @@ def scan(
             sequence that has ended keeps its state, and its outputs are zero. A `PackedSequence` brings its own.
         planner: the strategy, by name; "auto" takes the best for the chain.
         check: compare every replay with the first run, bit for bit, and raise where one differs; slow.
+        compile: trace the step once and run it as a graph, which is faster, above all for gradients of weights: one
+            product for many steps. Results and gradients are then those of the plain loop up to rounding. A step that
+            cannot be traced (`plan_scan(...).explain()` says why) runs as it is; with "require" it is refused.
 
     Returns:
         The final carry, and the outputs: a pytree whose tensors have shape (steps, ...), or packed sequences if xs is
@@ -70,7 +74,7 @@ def scan(
         StepError: the step or its inputs break the rules above.
         ValueError: the budget is not a size, or there is no such planner.
     """
-    call = _call(step, carry, xs, length, lengths, check=check)
+    call = _call(step, carry, xs, length, lengths, check=check, compiled=compile)
     after, ys = _run(call, budget, planner)
     return after, packed_like(xs, ys) if isinstance(xs, PackedSequence) else ys
 
@@ -84,6 +88,7 @@ def plan_scan(
     length: int | None = None,
     lengths: Any = None,
     planner: str = "auto",
+    compile: bool | str = False,
 ) -> Plan:
     """The plan that `scan` with the same arguments runs: schedule, predicted peak bytes and seconds.
 
@@ -92,7 +97,7 @@ def plan_scan(
     Raises:
         As `scan`.
     """
-    call = _call(step, carry, xs, length, lengths)
+    call = _call(step, carry, xs, length, lengths, compiled=compile)
     with torch.enable_grad():
         while True:
             try:
@@ -103,7 +108,18 @@ def plan_scan(
                 call = call.keeping(kept.places)
 
 
-def _call(step: Step, carry: Any, xs: Any, length: int | None, lengths: Any, *, check: bool = False) -> Call:
+def _call(
+    step: Step,
+    carry: Any,
+    xs: Any,
+    length: int | None,
+    lengths: Any,
+    *,
+    check: bool = False,
+    compiled: bool | str = False,
+) -> Call:
+    if compiled not in (False, True, "require"):
+        raise ValueError(f'compile is False, True or "require", not {compiled!r}')
     owned_bytes = 0
     if isinstance(xs, list | Iterator) or (callable(xs) and not isinstance(xs, torch.Tensor)):
         step, xs, owned_bytes = fetched(step, xs, length)
@@ -116,7 +132,7 @@ def _call(step: Step, carry: Any, xs: Any, length: int | None, lengths: Any, *, 
     if lengths is not None:
         step = masked(step, checked_lengths(lengths, inputs.length))
         inputs = inputs.numbered()
-    return Call(step, carry, inputs, check=check)
+    return Call(step, carry, inputs, check=check, compiled=compiled)
 
 
 def _run(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]:

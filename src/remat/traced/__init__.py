@@ -1,0 +1,10 @@
+"""A step as a graph: traced once, split into forward and backward, lowered, and run in place of the step.
+
+tracing      the step and its derivative as one functional graph over aten operators, or a reason why not
+graphs       small tools on such graphs: what depends on what, simplification, copying of parts
+splitting    what is kept between forward and backward, by cut
+deferring    gradients of parameters as a few products over many steps
+programs     the graphs that are run: advance, record, backward, finish
+lowering     a graph as a Python function over aten operators
+stages       the loop's stages and recorder over these programs
+"""

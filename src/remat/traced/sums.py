@@ -1,0 +1,118 @@
+"""Sums of gradients' terms over steps, taken many steps at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from .deferring import Operand, Term
+from .graphs import value_of
+from .traced import Menu
+
+_ROWS: Final = 256  # of a product are enough for it to run at full speed
+_STEPS: Final = 32  # at most, between two products
+
+
+def steps_together(menu: Menu) -> int:
+    """How many steps' operands are kept in slots of their own before their products are taken."""
+    rows = [
+        operand.shape[-2]
+        for term in menu.plan.terms
+        if term.kind in ("product", "products")
+        for operand in term.operands
+    ]
+    return max(1, min(_STEPS, -(-_ROWS // max(min(rows, default=_ROWS), 1))))
+
+
+class Sums:
+    """The sums of one pass.
+
+    Args:
+        menu: the entry whose terms are summed.
+        reached: the terms that gradients flow into.
+        shared: what is the same in every step.
+    """
+
+    def __init__(self, menu: Menu, reached: frozenset[Term], shared: Sequence[torch.Tensor]) -> None:
+        self.menu, self.shared, self.reached = menu, shared, reached
+        self._finish, groups = menu.finish(reached)
+        self._sums = [_zeros(group[0]) for group in groups]
+        self._of = {term: [s for s, group in zip(self._sums, groups, strict=True) if term in group] for term in reached}
+        self.values = [self._of.get(term, []) for term in menu.plan.values]
+        self.terms = [term for term in menu.plan.terms if term in reached]
+
+    def add(self, block: Callable[[Operand], torch.Tensor], live: Sequence[Term]) -> None:
+        """Add the terms of some steps, whose operands `block` gives with time first (or second, for batches)."""
+        for term in live:
+            for total in self._of[term]:
+                _ADD[term.kind](term, total, block, self._weight)
+
+    def _weight(self, node: Any) -> torch.Tensor:
+        return self.shared[self.menu.owner.hoisted[node]]
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Gradients by number of the captured tensor, no two of which share memory."""
+        sums, self._sums, self._of, self.values = self._sums, [], {}, []
+        program = self._finish.program
+        bound = [self.shared[number] for _, number in program.bound]
+        found = self._finish.function(*sums, *bound)
+        seen: set[int] = set()
+        gradients: dict[int, torch.Tensor] = {}
+        for (_, number), place in program.results.items():
+            gradient = found[place]
+            memory = gradient.untyped_storage().data_ptr()
+            gradients[number] = gradient.clone() if memory in seen else gradient
+            seen.add(memory)
+        return gradients
+
+
+def _zeros(term: Term) -> torch.Tensor:
+    value = value_of(term.node)
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+
+Block = Callable[[Operand], torch.Tensor]
+Weight = Callable[[Any], torch.Tensor]
+
+
+def _product(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
+    left, right = (block(operand).reshape(-1, operand.shape[1]) for operand in term.operands)
+    total.addmm_(left.t(), right)
+
+
+def _products(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
+    left, right = (block(operand).flatten(1, 2) for operand in term.operands)
+    total.baddbmm_(left.transpose(1, 2), right)
+
+
+def _sum(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
+    dims, keep = term.settings
+    rows = block(term.operands[0]).reshape(-1, *term.operands[0].shape)
+    added = rows.sum([0, *(dim + 1 for dim in dims)], keep)
+    total.add_(added.squeeze(0) if keep else added)
+
+
+def _rows(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
+    numbers, rows = (block(operand) for operand in term.operands)
+    numbers, rows = numbers.reshape(-1), rows.reshape(-1, rows.shape[-1])
+    padding = term.settings[0]
+    total.index_add_(0, numbers, rows if padding < 0 else rows.masked_fill((numbers == padding).unsqueeze(1), 0))
+
+
+def _convolution(term: Term, total: torch.Tensor, block: Block, weight: Weight) -> None:
+    gradient, inputs = (block(operand).reshape(-1, *operand.shape[1:]) for operand in term.operands)
+    node, *settings = term.settings
+    mask = [False, True, False]
+    found = torch.ops.aten.convolution_backward.default(gradient, inputs, weight(node), None, *settings, mask)
+    total.add_(found[1])
+
+
+_ADD: Final[Mapping[str, Callable[[Term, torch.Tensor, Block, Weight], None]]] = {
+    "product": _product,
+    "products": _products,
+    "sum": _sum,
+    "rows": _rows,
+    "convolution": _convolution,
+}

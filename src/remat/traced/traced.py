@@ -1,0 +1,186 @@
+"""A traced step, ready to run: its programs, lowered when they are first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..recorded import can_need
+from ..trees import Leaves
+from .deferring import Term
+from .graphs import base_of_memory, nbytes, value_of
+from .lowering import lowered
+from .programs import (
+    Arriving,
+    Key,
+    Plan,
+    Program,
+    backward_program,
+    finish_program,
+    forward_program,
+    hoisted_nodes,
+    plan_deferral,
+    shared_program,
+)
+from .splitting import Entry, Parts, entries
+from .tracing import Joint, Problem, trace
+
+Function = Callable[..., Sequence[torch.Tensor]]
+Lowering = Callable[[Program], Function]
+
+
+@dataclass
+class Ready:
+    """A program and its function."""
+
+    program: Program
+    function: Function
+    after_places: list[tuple[int, int]] = field(default_factory=list)  # (leaf of the carry, place in what is returned)
+    output_places: list[int | None] = field(default_factory=list)
+    plain_outputs: list[Any] = field(default_factory=list)
+
+    def after(self, found: Sequence[torch.Tensor], carry: Leaves) -> Leaves:
+        """The leaving carry."""
+        leaves = list(carry)
+        for leaf, place in self.after_places:
+            leaves[leaf] = found[place]
+        return leaves
+
+    def outputs(self, found: Sequence[torch.Tensor]) -> Leaves:
+        """The outputs by leaf."""
+        pairs = zip(self.output_places, self.plain_outputs, strict=True)
+        return [plain if place is None else found[place] for place, plain in pairs]
+
+
+class Menu:
+    """One way to keep the step's tape: its recording program and backward programs."""
+
+    def __init__(self, owner: Traced, entry: Entry) -> None:
+        self.owner, self.entry = owner, entry
+        self.plan: Plan = plan_deferral(owner.parts, entry)
+        self._records: dict[bool, Ready] = {}
+        self._backwards: dict[Arriving, Ready] = {}
+        self._finishes: dict[frozenset[Term], tuple[Ready, list[tuple[Term, ...]]]] = {}
+
+    def stacked(self) -> Iterator[tuple[Key, torch.Tensor]]:
+        """What is kept of every step, with an example each."""
+        for place in self.entry.carries:
+            yield ("carry", place), value_of(self.owner.joint.carries[place])
+        for number, node in enumerate(self.entry.saved):
+            yield ("saved", number), value_of(node)
+
+    def record(self, *, outputs: bool) -> Ready:
+        """A recorded step."""
+        if outputs not in self._records:
+            self._records[outputs] = self.owner.forward(self.entry, outputs=outputs)
+        return self._records[outputs]
+
+    def backward(self, arriving: Arriving) -> Ready:
+        """A step's backward, where these gradients arrive."""
+        if arriving not in self._backwards:
+            owner = self.owner
+            program = backward_program(owner.parts, owner.hoisted, self.entry, self.plan, arriving)
+            self._backwards[arriving] = Ready(program, owner.lowering(program))
+        return self._backwards[arriving]
+
+    def finish(self, reached: frozenset[Term]) -> tuple[Ready, list[tuple[Term, ...]]]:
+        """Gradients of captured tensors from sums of terms, and which terms each sum is over."""
+        if reached not in self._finishes:
+            program, groups = finish_program(self.owner.parts, self.owner.hoisted, self.plan, reached)
+            self._finishes[reached] = Ready(program, lowered(program)), groups
+        return self._finishes[reached]
+
+    def reached(self, arriving: Arriving, steps: int) -> frozenset[Term]:
+        """The terms that gradients flow into, of those that arrive at the last of some steps."""
+        found: set[Term] = set()
+        seen: set[Arriving] = set()
+        while steps and arriving not in seen:
+            seen.add(arriving)
+            program = self.backward(arriving).program
+            found.update(program.live)
+            found.update(term for k, term in enumerate(self.plan.values) if ("value", k) in program.results)
+            arriving = self.before(arriving)
+            steps -= 1
+        return frozenset(found)
+
+    def before(self, arriving: Arriving) -> Arriving:
+        """What arrives at the step before."""
+        results = self.backward(arriving).program.results
+        return Arriving(frozenset(number for kind, number in results if kind == "carry"), arriving.outputs)
+
+
+class Traced:
+    """A step as programs.
+
+    Args:
+        problem: the step.
+        lowering: makes a function of a program.
+
+    Attributes:
+        joint, parts: its graph.
+        menu: the ways to keep its tape.
+        externals: numbers of the tensors beside its arguments that it uses, among those that it can reach.
+    """
+
+    def __init__(self, problem: Problem, lowering: Lowering = lowered) -> None:
+        self.joint: Joint = trace(problem)
+        self.lowering = lowering
+        self.parts = Parts(self.joint)
+        self.hoisted = hoisted_nodes(self.parts)
+        self.externals = list(self.joint.externals.values())
+        self._constants = list(self.joint.constants.values())
+        self._shared = lowered(shared_program(self.joint, self.hoisted))
+        self._advances: dict[bool, Ready] = {}
+        self.needing = self.joint.needing[: len(self.joint.after)]
+
+    @cached_property
+    def menu(self) -> list[Menu]:
+        """The ways to keep its tape."""
+        return [Menu(self, entry) for entry in entries(self.parts)]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of what is computed once for all steps."""
+        outside = {*self.joint.externals, *self.joint.constants}
+        owners = {base_of_memory(node) for node in self.hoisted}
+        return sum(nbytes(node) for node in owners - outside)
+
+    def copied_bytes(self, carry: Leaves) -> int:
+        """Bytes of the copies of an initial carry that is not laid out as programs want it."""
+        return sum(leaf.nbytes for leaf in carry if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous())
+
+    def shared(self, externals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is the same in every step, of the tensors that it uses."""
+        return list(self._shared(*(tensor.detach() for tensor in externals), *self._constants))
+
+    def advance(self, *, outputs: bool) -> Ready:
+        """A step without a tape."""
+        if outputs not in self._advances:
+            self._advances[outputs] = self.forward(None, outputs=outputs)
+        return self._advances[outputs]
+
+    def forward(self, entry: Entry | None, *, outputs: bool) -> Ready:
+        """A step's forward program, lowered."""
+        joint = self.joint
+        program = forward_program(self.parts, self.hoisted, entry, outputs=outputs)
+        ready = Ready(program, self.lowering(program))
+        firsts = {id(node): place for place, node in reversed(list(enumerate(joint.after)))}
+        for place, node in enumerate(joint.after):
+            if isinstance(node, torch.fx.Node):
+                ready.after_places.append((place, program.results["after", firsts[id(node)]]))
+        results = program.results
+        ready.output_places = [results.get(("output", number)) for number in range(len(joint.outputs))]
+        ready.plain_outputs = list(joint.outputs)
+        return ready
+
+    def marked(self, carry: Leaves) -> Leaves:
+        """The final carry, its leaves needing gradients where they would in the plain loop."""
+        marked = {}
+        for leaf, need in zip(carry, self.needing, strict=True):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in marked:
+                marked[id(leaf)] = leaf.detach().requires_grad_(need and can_need(leaf))
+        return [marked.get(id(leaf), leaf) for leaf in carry]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import Any, Final
@@ -19,10 +19,11 @@ from .profiler import OnDevice
 from .ranges import Captured
 from .recorded import needs_gradient, places_of
 from .streams import random_sources
-from .survey import Known, own_of, survey
+from .survey import Known, survey, used_by
 from .trees import Leaves, Structure
 
 _PLANS: Final = 256
+_SCALARS: Final = 8  # bytes: a node's token, the scalar that a range begins with
 _plans: OrderedDict[Hashable, Plan] = OrderedDict()
 
 
@@ -36,8 +37,10 @@ class ChainCall:
         shared: tensors among those that need a gradient.
         captured: all tensors whose gradients are asked for beside the carry's.
         used: by block the numbers of those it may use.
+        summed: ids of those that several blocks may use, so that their gradients are sums over blocks.
         streams: random streams that blocks may draw from.
         device: whose memory counts.
+        made_bytes: bytes of carry 0 if it was made within the call.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class ChainCall:
         self.carry = self.structure.flatten(carry)
         self.carry_places = places_of(self.carry)
         self.arguments, self.keywords, self.check = arguments, keywords, check
+        self.made_bytes = 0
         around = Structure((arguments, keywords)).flatten((arguments, keywords))
         reached = [tensor for tensor in around if isinstance(tensor, torch.Tensor)]
         unique = {id(tensor): tensor for tensor in (*reached, *missed) if tensor.requires_grad}
@@ -68,12 +72,15 @@ class ChainCall:
         self._number()
 
     def _number(self) -> None:
+        users = Counter(id(tensor) for block in self.blocks for tensor in block.captured)
+        users.update(id(tensor) for tensor in self.shared for _ in range(2))
+        self.summed = frozenset(tensor for tensor, count in users.items() if count > 1)
         number_of: dict[int, int] = {}
         self.captured: list[torch.Tensor] = []
         self.used: list[list[int]] = []
         for block in self.blocks:
             numbers = []
-            for tensor in (*own_of(block, self.shared), *self.shared):
+            for tensor in used_by(block, self.shared, self.summed):
                 number = number_of.setdefault(id(tensor), len(number_of))
                 if number == len(self.captured):
                     self.captured.append(tensor)
@@ -98,6 +105,7 @@ class ChainCall:
             arguments=self.arguments,
             keywords=self.keywords,
             shared=self.shared,
+            summed=self.summed,
             streams=self.streams,
             surroundings=self.surroundings,
             gauge=OnDevice(self.device),
@@ -125,16 +133,25 @@ class ChainCall:
     def chain(self, known: Sequence[Known]) -> Chain:
         """What the blocks cost in this call."""
         captured = Captured(self.captured, self.used)
-        states = self._state_bytes(known)
+        states, watching = self._state_bytes(known), self._watching_bytes()
         copies = copied_stages(known)
         last = known[-1]
-        stages = [self._stage(index, of, captured, states, copies=copies[index]) for index, of in enumerate(known)]
+        stages = [
+            self._stage(index, of, captured, states, watching, copies=copies[index]) for index, of in enumerate(known)
+        ]
         return Chain(
             tuple((stage, len(list(equal))) for stage, equal in groupby(stages)),
             final_carry_bytes=last.leaving_bytes,
-            output_bytes=2 * (states + sum(of.state_bytes for of in known)),
+            output_bytes=2 * (states + sum(of.state_bytes for of in known))
+            + _SCALARS * (self.length + 4)
+            + self.made_bytes,
             output_gradient_bytes=last.leaving_bytes if any(last.leaving.needs) else 0,
         )
+
+    def _watching_bytes(self) -> int:
+        """Bytes of random states: held through a first pass to see whether anything draws from them."""
+        states = [stream.get() for stream in self.streams]
+        return sum(state.nbytes for state in states if isinstance(state, torch.Tensor))
 
     def _state_bytes(self, known: Sequence[Known]) -> int:
         """Bytes of the random states that belong to each carry."""
@@ -142,19 +159,31 @@ class ChainCall:
         states = [self.streams[number].get() for number in drawn]
         return sum(state.nbytes for state in states if isinstance(state, torch.Tensor))
 
-    def _stage(self, index: int, of: Known, captured: Captured, states: int, *, copies: bool) -> Stage:
-        stage = of.stage
-        gradients = 0
+    def _stage(self, index: int, of: Known, captured: Captured, states: int, watching: int, *, copies: bool) -> Stage:
+        stays = begun = 0
         for number, size in zip(self.used[index], of.gradients, strict=True):
             tensor = captured.tensors[number]
-            once = captured.first[number] == captured.last[number]
-            if captured.last[number] == index and not (once and tensor.is_leaf and tensor.grad is not None):
-                gradients += size
-        carry_bytes = of.carry_bytes * (2 if copies else 1) + states
-        if _several_processes():
-            stage = _without_clock(stage)
-        menu = stage.menu[:1] if copies else stage.menu
-        return msgspec.structs.replace(stage, carry_bytes=carry_bytes, gradient_bytes=gradients, menu=menu)
+            summed = id(tensor) in self.summed
+            if captured.last[number] == index and (summed or not tensor.is_leaf or tensor.grad is None):
+                stays += size
+                begun += size if summed else 0  # measured with a sum that had begun before
+        forward = watching * (2 if index == self.length - 1 else 1)
+        menu = tuple(
+            msgspec.structs.replace(
+                tape,
+                workspace_bytes=tape.workspace_bytes + forward,
+                backward_workspace_bytes=tape.backward_workspace_bytes + begun,
+            )
+            for tape in of.stage.menu[: 1 if copies else None]
+        )
+        stage = msgspec.structs.replace(
+            of.stage,
+            carry_bytes=of.carry_bytes * (2 if copies else 1) + states,
+            menu=menu,
+            workspace_bytes=of.stage.workspace_bytes + watching,
+            gradient_bytes=stays,
+        )
+        return _without_clock(stage) if _several_processes() else stage
 
     def stages(self, known: Sequence[Known]) -> Blocks:
         """The blocks, ready to be run."""

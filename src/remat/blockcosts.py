@@ -30,8 +30,8 @@ class Subject(NamedTuple):
         carry_bytes, leaving_bytes: of the carries that enter and leave.
         needs: which leaves of the leaving carry need a gradient.
         leaving: tensors like those leaves, else None.
-        captured: what the block uses besides, what all blocks share last.
-        shared: how many of those are shared.
+        captured: what the block uses besides, what other blocks use too last.
+        summed: how many of those others use: their gradients are sums, which have begun.
         copies: whether it changes its carry in place.
         grad_mode: whether it computes otherwise when autograd is off.
         sources: what it changes: set back after each run.
@@ -45,7 +45,7 @@ class Subject(NamedTuple):
     needs: Sequence[bool]
     leaving: Sequence[torch.Tensor | None]
     captured: Sequence[torch.Tensor]
-    shared: int
+    summed: int
     copies: bool
     grad_mode: bool
     sources: Sequence[Source]
@@ -134,9 +134,9 @@ class _Run:
         of = self._of
         needs = (list(map(needs_gradient, of.carry)), list(of.needs))
         everything = range(len(of.captured))
-        shared = everything[len(everything) - of.shared :]
-        captured = Captured(of.captured, (everything, shared))
-        for number in shared:  # its sum has begun with the block after
+        summed = everything[len(everything) - of.summed :]
+        captured = Captured(of.captured, (everything, summed))
+        for number in summed:  # its sum has begun with the block after
             captured.gradients[number] = torch.zeros_like(of.captured[number])
 
         def copies(stage: int) -> bool:

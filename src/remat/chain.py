@@ -22,7 +22,7 @@ from .plans import Plan
 from .ranges import AutogradRanges, Captured, Replays
 from .recorded import detached, hooks_set_aside, needs_gradient, places_of
 from .silence import silence
-from .survey import Known, MissedTensors, refuse_unseen, untraced
+from .survey import Known, MissedTensors, refuse_unseen, storage_bytes, untraced
 from .trees import Leaves, leaves_of
 
 _NODES: Final = 128  # of every tape kept by the forward are looked at for what the walk from the blocks had missed
@@ -75,6 +75,7 @@ def chain(
     late = frozenset[int]()
     while True:
         call = ChainCall(functions[front:], x, shared, shared_kwargs, check=check, missed=missed)
+        call.made_bytes = storage_bytes(call.carry) if front else 0
         try:
             known = call.surveyed()
             return _Work(call, known, call.planned(known, budget, planner), late).outputs()
@@ -108,6 +109,7 @@ def plan_chain(
     missed: list[torch.Tensor] = []
     while True:
         call = ChainCall(functions[front:], x, shared, shared_kwargs, missed=missed)
+        call.made_bytes = storage_bytes(call.carry) if front else 0
         try:
             return call.planned(call.surveyed(), budget, planner)
         except MissedTensors as found:

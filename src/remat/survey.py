@@ -68,7 +68,7 @@ class Known:
         state_bytes: bytes of that.
         draws: which random streams it draws from, by number.
         stage: its costs, without gradients that stay.
-        gradients: bytes of the gradients of what it has captured, its own first, then what all blocks share.
+        gradients: bytes of the gradients of what it has captured, in the order of `used_by`.
     """
 
     leaving: Kind
@@ -98,6 +98,7 @@ def survey(
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
     shared: Sequence[torch.Tensor],
+    summed: frozenset[int],
     streams: tuple[Source, ...],
     surroundings: Surroundings,
     gauge: Gauge,
@@ -109,6 +110,7 @@ def survey(
         structure, carry: of carry 0, leaves that need a gradient saying so.
         arguments, keywords: what every block takes beside its carry.
         shared: the tensors among those that need a gradient.
+        summed: ids of tensors that several blocks may use.
         streams: random streams that blocks may draw from.
         surroundings: the settings to run under.
         gauge: what measures bytes and seconds.
@@ -117,7 +119,7 @@ def survey(
         StepError: a block does what a chain cannot follow.
         MissedTensors: a block uses tensors that are not known.
     """
-    walk = _Walk(blocks, structure, carry, arguments, keywords, shared, streams, surroundings, gauge)
+    walk = _Walk(blocks, structure, carry, arguments, keywords, shared, summed, streams, surroundings, gauge)
     return walk.all()
 
 
@@ -132,11 +134,12 @@ class _Walk:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
         shared: Sequence[torch.Tensor],
+        summed: frozenset[int],
         streams: tuple[Source, ...],
         surroundings: Surroundings,
         gauge: Gauge,
     ) -> None:
-        self.blocks, self.shared, self.streams = blocks, shared, streams
+        self.blocks, self.shared, self.summed, self.streams = blocks, shared, summed, streams
         self.arguments, self.keywords = arguments, keywords
         self.surroundings, self.gauge = surroundings, gauge
         self.rounds = 0 if len({block.key for block in blocks}) > len(blocks) // _REPEATED else _ROUNDS
@@ -151,7 +154,8 @@ class _Walk:
         """What is known of every block."""
         found: list[Known] = []
         for block in self.blocks:
-            key = (block.key, self._kind, self._around)
+            summed = tuple(id(tensor) in self.summed for tensor in block.captured)
+            key = (block.key, summed if any(summed) else (), self._kind, self._around)
             known = _known.get(key)
             if known is None:
                 known = self._look(block, found)
@@ -213,10 +217,12 @@ def untraced(
     return x
 
 
-def own_of(block: Block, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a block has captured and is not shared by all."""
+def used_by(block: Block, shared: Sequence[torch.Tensor], summed: frozenset[int]) -> list[torch.Tensor]:
+    """What a block may use: its own, then what other blocks may use too, what all blocks take last."""
     ids = set(map(id, shared))
-    return [tensor for tensor in block.captured if id(tensor) not in ids]
+    own = [tensor for tensor in block.captured if id(tensor) not in ids]
+    alone = [tensor for tensor in own if id(tensor) not in summed]
+    return [*alone, *(tensor for tensor in own if id(tensor) in summed), *shared]
 
 
 class _Look:
@@ -224,7 +230,8 @@ class _Look:
 
     def __init__(self, walk: _Walk, block: Block, structure: Structure, carry: Leaves) -> None:
         self.walk, self.block, self.structure, self.carry = walk, block, structure, carry
-        self.captured = [*own_of(block, walk.shared), *walk.shared]
+        self.captured = used_by(block, walk.shared, walk.summed)
+        self.summed = sum(id(tensor) in walk.summed for tensor in self.captured)
         self.sources = block.sources()
 
     def known(self) -> Known:
@@ -247,7 +254,7 @@ class _Look:
         own = tuple(number - len(self.walk.streams) for number in changed if number >= len(self.walk.streams))
         draws = frozenset(number for number in changed if number < len(self.walk.streams))
         state_bytes = sum(_state_bytes(self.sources[number]) for number in own)
-        sizes = _bytes_by_storage(self.carry), _bytes_by_storage(after)
+        sizes = storage_bytes(self.carry), storage_bytes(after)
         empty = [torch.empty_like(leaf) if need else None for leaf, need in zip(after, leaving.needs, strict=True)]
         del after, plain
         stage, gradients = measured(
@@ -258,7 +265,7 @@ class _Look:
                 leaving.needs,
                 empty,
                 self.captured,
-                len(self.walk.shared),
+                self.summed,
                 copies,
                 not same,
                 [self.sources[number] for number in own],
@@ -358,7 +365,8 @@ def _storages(leaves: Leaves) -> dict[int, int]:
     }
 
 
-def _bytes_by_storage(leaves: Leaves) -> int:
+def storage_bytes(leaves: Leaves) -> int:
+    """Bytes of some leaves, each storage once."""
     return sum(_storages(leaves).values())
 
 

@@ -29,7 +29,8 @@ class Subject(NamedTuple):
         carry: leaves of the carry that enters, those that need a gradient saying so.
         carry_bytes, leaving_bytes: of the carries that enter and leave.
         needs: which leaves of the leaving carry need a gradient.
-        leaving: tensors like those leaves, else None.
+        leaving: tensors like those leaves on the meta device, else None.
+        devices: where they are.
         captured: what the block uses besides, what other blocks use too last.
         summed: how many of those others use: their gradients are sums, which have begun.
         copies: whether it changes its carry in place.
@@ -44,6 +45,7 @@ class Subject(NamedTuple):
     leaving_bytes: int
     needs: Sequence[bool]
     leaving: Sequence[torch.Tensor | None]
+    devices: Sequence[torch.device | None]
     captured: Sequence[torch.Tensor]
     summed: int
     copies: bool
@@ -123,7 +125,8 @@ class _Run:
             mark()
             del entering
             mark()
-            run.start_backward([None if leaf is None else torch.zeros_like(leaf) for leaf in of.leaving], ())
+            pairs = zip(of.leaving, of.devices, strict=True)
+            run.start_backward([None if leaf is None else torch.zeros_like(leaf, device=d) for leaf, d in pairs], ())
             mark()
             run.do(Backward(0, 1))
             mark()

@@ -172,8 +172,7 @@ class _Walk:
         states = States(self.streams)
         with recomputing(), silence(), states.undisturbed():
             self._go(before)
-            marked = _marked(copied(detached(self._carry)), self._kind.needs)
-            return _Look(self, block, self._structure, marked).known()
+            return _Look(self, block, self._structure, _marked(detached(self._carry), self._kind.needs)).known()
 
     def _go(self, before: list[Known]) -> None:
         """Run the blocks up to the one that is new."""
@@ -246,6 +245,7 @@ class _Look:
             copies = before != tuple(leaf._version for leaf in carry if isinstance(leaf, torch.Tensor))
             aliases = plain is not None and bool(set(_storages(carry)) & set(_storages(plain[1])))
             refuse_changes(fixed, versions)
+            del carry
             states.restart()
             structure, after = self._record(copies=copies)
             changed = self._changes(states)
@@ -255,7 +255,8 @@ class _Look:
         draws = frozenset(number for number in changed if number < len(self.walk.streams))
         state_bytes = sum(_state_bytes(self.sources[number]) for number in own)
         sizes = storage_bytes(self.carry), storage_bytes(after)
-        empty = [torch.empty_like(leaf) if need else None for leaf, need in zip(after, leaving.needs, strict=True)]
+        empty = [_without_memory(leaf) if need else None for leaf, need in zip(after, leaving.needs, strict=True)]
+        devices = [None if like is None else leaf.device for leaf, like in zip(after, empty, strict=True)]
         del after, plain
         stage, gradients = measured(
             Subject(
@@ -264,6 +265,7 @@ class _Look:
                 *sizes,
                 leaving.needs,
                 empty,
+                devices,
                 self.captured,
                 self.summed,
                 copies,
@@ -354,6 +356,10 @@ def _marked(leaves: Leaves, needs: Sequence[bool]) -> Leaves:
         if need and isinstance(leaf, torch.Tensor) and can_need(leaf):
             leaf.requires_grad_()
     return leaves
+
+
+def _without_memory(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(leaf, device="meta", requires_grad=False)
 
 
 def _storages(leaves: Leaves) -> dict[int, int]:

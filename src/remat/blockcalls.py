@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import Any, Final
@@ -72,15 +72,19 @@ class ChainCall:
         self._number()
 
     def _number(self) -> None:
-        users = Counter(id(tensor) for block in self.blocks for tensor in block.captured)
-        users.update(id(tensor) for tensor in self.shared for _ in range(2))
-        self.summed = frozenset(tensor for tensor, count in users.items() if count > 1)
         number_of: dict[int, int] = {}
+        several = set(map(id, self.shared))
+        for block in self.blocks:
+            ids = {id(tensor) for tensor in block.captured}
+            several.update(ids & number_of.keys())
+            number_of.update(dict.fromkeys(ids, 0))
+        self.summed = frozenset(several)
+        number_of.clear()
         self.captured: list[torch.Tensor] = []
         self.used: list[list[int]] = []
         for block in self.blocks:
             numbers = []
-            for tensor in used_by(block, self.shared, self.summed):
+            for tensor in used_by(block, self.shared, self.summed) if several else block.captured:
                 number = number_of.setdefault(id(tensor), len(number_of))
                 if number == len(self.captured):
                     self.captured.append(tensor)

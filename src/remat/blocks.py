@@ -12,7 +12,8 @@ import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Final
+from operator import itemgetter
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -125,7 +126,27 @@ def _plain(function: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Hasha
     return tensors, buffers, tuple(settings)
 
 
-_names: dict[tuple[type, int], tuple[str, ...]] = {}  # of a type's attributes that are its own, by their number
+class _Own(NamedTuple):
+    """A type's own attributes, as found on one of its modules: plain ones, taken all at once, and others."""
+
+    plain: Callable[[dict[str, Any]], Any]
+    others: tuple[str, ...]
+    names: frozenset[str]
+
+
+_own: dict[tuple[type, int, int], _Own] = {}
+
+
+def _own_of(kind: type, values: dict[str, Any]) -> _Own:
+    found = _own.get((kind, len(values), len(moving)))
+    if found is None or not found.names <= values.keys():
+        names = [name for name in values if name not in _PRIVATE and (kind, name) not in moving]
+        plain = [name for name in names if type(values[name]) in _DIRECT]
+        others = tuple(name for name in names if name not in plain)
+        found = _own[kind, len(values), len(moving)] = _Own(
+            itemgetter("training", "training", *plain), others, frozenset(names)
+        )
+    return found
 
 
 def _settings(module: torch.nn.Module, values: dict[str, Any], settings: list[Any]) -> bool:
@@ -135,23 +156,24 @@ def _settings(module: torch.nn.Module, values: dict[str, Any], settings: list[An
         return False
     if values["_backward_hooks"] or values["_backward_pre_hooks"]:
         return False
-    names = _names.get((kind, len(values)))
-    if names is None or not values.keys() >= set(names):
-        names = _names[kind, len(values)] = tuple(name for name in values if name not in _PRIVATE)
     library = kind.__module__.startswith("torch.nn.modules")
     if not library and not _plain_class(kind):
         return False
+    own = _own_of(kind, values)
+    plain = own.plain(values)
+    if not _DIRECT.issuperset(map(type, plain)):
+        del _own[kind, len(values), len(moving)]  # they have other types now
+        return _settings(module, values, settings)
     settings.append(kind)
-    settings.append(values["training"])
-    for name in names:
+    settings.append(plain)
+    for name in own.others:
         value = values[name]
         sort = type(value)
         if sort in _DIRECT:
-            if library or (kind, name) not in moving:
-                settings.append(value)
+            settings.append(value)
         elif sort is float:
             settings.append(value != 0)  # it matters at most whether it is 0
-        elif (sort is tuple or (library and sort is list)) and all(type(part) in _DIRECT for part in value):
+        elif (sort is tuple or (library and sort is list)) and _DIRECT.issuperset(map(type, value)):
             settings.append(tuple(value))
         else:
             return False

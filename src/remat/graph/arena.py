@@ -23,6 +23,8 @@ import numpy as np
 
 _EXHAUSTIVE: Final = 9  # so many blocks at most are searched exhaustively
 _EFFORT: Final = 2 * 10**8  # comparisons of two blocks spent on improving, about half a second
+_IMPROVED: Final = 4  # of the simple orders
+_SEARCHED: Final = 300  # of the largest blocks, whose order is searched; smaller ones find room between them
 
 
 class Lifetime(msgspec.Struct, frozen=True):
@@ -136,9 +138,13 @@ def _place(lifetimes: Sequence[Lifetime], effort: int) -> Placement:
     tried.sort(key=lambda one: one[:2])
     if len(lifetimes) <= _EXHAUSTIVE:
         return exhaustive(lifetimes)
-    each = effort // min(2, len(tried))
-    improved = [_improve(fits, order, best, found, bound, each) for _, _, order, best, found in tried[:2]]
-    return min(improved, key=lambda one: one.total_bytes)
+    for _, _, order, best, found in tried[:_IMPROVED]:
+        better = _improve(fits, order, best, found, bound, effort // _IMPROVED)
+        if better.total_bytes < tried[0][0]:
+            tried.insert(0, (better.total_bytes, -1, order, best, better))
+        if better.total_bytes == bound:
+            break
+    return tried[0][-1]
 
 
 def _orders(lifetimes: Sequence[Lifetime]) -> Iterable[tuple[str, list[int]]]:
@@ -177,33 +183,31 @@ class _Fits:
 def _improve(fits: _Fits, order: Sequence[int], best: int, found: Placement, bound: int, effort: int) -> Placement:
     """Place again and again, what stood above the others earlier each time, for as long as the effort lasts.
 
-    Every placement costs the square of the number of blocks. A block that ends at the top goes to the front, or to a
-    random place before its own; that is kept unless the arena grows, so that the search drifts over equal ones.
+    A block that ends at the top goes to the front, or to a random place before its own; that is kept unless the arena
+    grows, so that the search drifts over equal ones. Every placement costs the square of the number of blocks, so small
+    blocks, for which there is room between large ones, are left out of the search and placed last.
     """
     draws = random.Random(0)
-    current, kept = list(order), found
+    searched = set(np.argsort(-fits.size, kind="stable")[:_SEARCHED].tolist())
+    large, small = [k for k in order if k in searched], [k for k in order if k not in searched]
     rule = f"{found.rule}, improved"
-    for _ in range(effort // max(1, len(current) ** 2)):
-        if found.total_bytes == bound:
-            break
-        tops = np.array(kept.offsets) + fits.size
-        highest = np.flatnonzero(tops == tops.max())
-        block = int(draws.choice(highest.tolist()))
+    current, kept = large, fits.fit(large, best, rule)
+    for _ in range(effort // max(1, len(large) ** 2)):
+        tops = np.array(kept.offsets)[large] + fits.size[large]
+        block = large[int(draws.choice(np.flatnonzero(tops == tops.max()).tolist()))]
         position = current.index(block)
-        target = draws.choice((0, draws.randrange(position + 1)))
-        changed = [block if k == target else other for k, other in enumerate(_without(current, position, target))]
+        changed = current[:position] + current[position + 1 :]
+        changed.insert(draws.choice((0, draws.randrange(position + 1))), block)
         tried = fits.fit(changed, best, rule)
+        improves = tried.total_bytes < kept.total_bytes
         if tried.total_bytes <= kept.total_bytes or draws.random() < 0.02:
             current, kept = changed, tried
-        if tried.total_bytes < found.total_bytes:
-            found = tried
+        if improves and tried.total_bytes < found.total_bytes:
+            whole = fits.fit([*changed, *small], best, rule)
+            found = min(found, whole, key=lambda one: one.total_bytes)
+            if found.total_bytes == bound:
+                break
     return found
-
-
-def _without(order: list[int], position: int, gap: int) -> list[int]:
-    """The order without what is at `position`, with a place left open at `gap`."""
-    rest = order[:position] + order[position + 1 :]
-    return [*rest[:gap], -1, *rest[gap:]]
 
 
 def exhaustive(lifetimes: Sequence[Lifetime]) -> Placement:

@@ -994,6 +994,17 @@ def gradients_that_move_along_the_carry(steps: int) -> Program:
 
 
 @program
+def the_same_tensor_twice_of_which_one_stays(steps: int) -> Program:
+    w, start = leaf(H, H), torch.zeros(B, H)
+    return Program(
+        lambda c, x: ((torch.tanh(c[0] @ w + x), c[1]), c[0] + c[1]),
+        (start, start),
+        leaf(steps, B, H, grad=False),
+        wrt={"w": w},
+    )
+
+
+@program
 def a_gradient_that_goes_round(steps: int) -> Program:
     h = leaf(B, H)
 

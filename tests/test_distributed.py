@@ -366,4 +366,5 @@ FSDP_CHECKS: list[Check] = [
 
 
 def test_ddp_and_fsdp(tmp_path: Path) -> None:
+    """P32: parameters are marked ready once; P33: they are gathered no more often than plain, or it is refused."""
     in_pairs([*DDP_CHECKS, *FSDP_CHECKS], tmp_path)

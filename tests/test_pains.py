@@ -1,12 +1,15 @@
-"""What people report about recomputation elsewhere, each case by its number; those of layers and graphs are not here.
+"""What people report about recomputation elsewhere, each case by its number.
 
 P01 batch norm, P03 dropout, P04 autocast, P06 views and in-place results, P09 captured tensors, P10 pytrees and P15
-branches are also met, at every budget and loss, in `test_scan_exact`, P20–P23 memory in `test_scan_memory`.
+branches are also met, at every budget and loss, in `test_scan_exact`. Elsewhere only: P22 and P23 in
+`test_scan_memory`, P30 in `test_scan_state`, P32 and P33 in `test_distributed`. The last test here counts them all.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 import threading
 import warnings
 from collections import Counter, namedtuple
@@ -14,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -486,6 +490,60 @@ def test_p18_function_transforms_work_or_are_refused_in_a_sentence() -> None:
         torch.testing.assert_close(transform(partial(loss, scan)), transform(partial(loss, plain_scan)))
 
 
+class Two(nn.Linear):
+    """Returns a tuple of one tuple and a number."""
+
+    def forward(self, x: Tensor) -> Any:
+        return ((super().forward(x).tanh(), x),), 3
+
+
+class One(nn.Linear):
+    """Takes what `Two` returns, as it is."""
+
+    def forward(self, value: Any) -> dict[str, Tensor]:
+        (pair,), number = value
+        assert type(pair) is tuple
+        assert number == 3
+        return {"z": super().forward(pair[0]) + pair[1]}
+
+
+@pytest.mark.parametrize("planner", ["keep-all", "constant"])
+def test_p19_a_block_gets_what_the_one_before_returned(planner: str) -> None:
+    """And P28: keys and parameters are those of the plain container."""
+    blocks, x = [Two(H, H), One(H, H), nn.Identity()], torch.randn(B, H)
+    net = remat.Sequential(*blocks, budget=AMPLE, planner=planner)
+    plain = nn.Sequential(*blocks)
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert list(map(id, net.parameters())) == list(map(id, plain.parameters()))
+    found, expected = net(x), plain(x)
+    assert list(found) == list(expected) == ["z"]
+    wanted = list(plain.parameters())
+    assert same(grads(found["z"].square().sum(), *wanted), grads(expected["z"].square().sum(), *wanted))
+
+
+def test_p20_p21_the_number_in_a_refusal_is_one_that_holds() -> None:
+    """And where the plain loop fits, everything is kept."""
+    w, xs, start = weight(), torch.randn(60, 8 * B, H), torch.zeros(8 * B, H)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ w + x)
+        return h, h.square().mean()
+
+    def run(**settings: Any) -> None:
+        loop = partial(remat.scan, **settings) if settings else plain_scan
+        grads(loop(step, start, xs)[1].sum(), w)
+
+    with pytest.raises(ValueError, match=r"\d+ bytes") as refused:
+        run(budget=1000)
+    found = re.search(r"works is (\d+) bytes", str(refused.value))
+    assert found is not None
+    smallest = int(found[1])
+    assert remat.measure(lambda: run(budget=smallest)).peak_bytes <= smallest
+    plain = int(remat.measure(run).peak_bytes * 1.05)
+    assert remat.plan_scan(step, start, xs, budget=plain).forward_runs == 60
+    assert remat.measure(lambda: run(budget=plain)).peak_bytes <= plain
+
+
 def test_p24_the_outputs_are_named_when_they_fill_the_budget() -> None:
     w, xs = weight(), torch.randn(200, B, H)
     with pytest.raises(remat.InfeasibleBudget, match="outputs") as refusal:
@@ -579,6 +637,56 @@ def test_p35_frozen_weights_that_are_filled_and_emptied_around_each_call() -> No
     frozen.register_forward_hook(lambda m, *_: setattr(m.weight, "data", full.new_empty(0)))
     frozen.weight.data = full.new_empty(0)
     assert same(grads(scan(step, torch.zeros(B, H), xs)[1].sum(), *adapter.parameters()), expected)
+
+
+# torch.compile asks any tensor that is no leaf for its .grad, and so warns by itself.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_p36_a_compiled_step_is_compiled_once_and_a_compiled_loop_is_not_unrolled() -> None:
+    w, compiled = weight(), []
+
+    def backend(module: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(sum(node.op == "call_function" for node in module.graph.nodes))
+        return module.forward
+
+    fast = torch.compile(elman(w), backend=backend)
+    for length in (10, 40):
+        before = len(compiled)
+        xs = torch.randn(length, B, H)
+        expected = grads(plain_scan(elman(w), torch.zeros(B, H), xs)[1].sum(), w)
+        assert same(grads(scan(fast, torch.zeros(B, H), xs)[1].sum(), w), expected)
+    assert 0 < before == len(compiled)  # with and without autograd, and no more for another length
+    compiled.clear()
+    whole = torch.compile(lambda xs: scan(elman(w), torch.zeros(B, H), xs)[1].sum(), backend=backend)
+    assert same(grads(whole(xs), w), expected)
+    assert max(compiled, default=0) < 10
+    torch.compiler.reset()
+
+
+def test_p37_dropout_at_every_budget() -> None:
+    w, xs = weight(), torch.randn(60, B, H)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.dropout(torch.tanh(h @ w + x), 0.5)
+        return h, h
+
+    def run(loop: Any) -> tuple[Tensor, ...]:
+        torch.manual_seed(5)
+        return *grads(loop(step, torch.zeros(B, H), xs)[1].sum(), w), torch.get_rng_state()
+
+    expected = run(plain_scan)
+    with pytest.raises(remat.InfeasibleBudget) as refused:
+        run(partial(remat.scan, budget=1))
+    smallest = refused.value.smallest_budget_bytes
+    ample = remat.plan_scan(step, torch.zeros(B, H), xs, budget=AMPLE).peak_bytes
+    for budget in range(smallest, ample + 1, (ample - smallest) // 6):
+        assert same(run(partial(remat.scan, budget=budget)), expected), budget
+
+
+def test_p38_a_capture_into_a_cuda_graph_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(remat.StepError, match="CUDA graph"):
+        scan(elman(weight()), torch.zeros(B, H), inputs())
 
 
 # ---- several at once
@@ -675,3 +783,15 @@ def test_saved_tensor_hooks_around_it(planner: str) -> None:
         return grads(ys.sum(), w)
 
     assert same(run(partial(scan, planner=planner)), run(plain_scan))
+
+
+def test_every_case_has_a_test() -> None:
+    """A number in the name or the docstring of a test function of this suite."""
+    texts = [
+        f"{node.name.replace('_', ' ')} {ast.get_docstring(node)}"
+        for path in Path(__file__).parent.glob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    named = {int(number) for text in texts for number in re.findall(r"(?i)\bp(\d\d)\b", text)}
+    assert named >= set(range(1, 39)), sorted(set(range(1, 39)) - named)

@@ -375,6 +375,23 @@ def test_a_second_backward_without_a_retained_graph() -> None:
     gc.collect()
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_no_step_is_looked_at_that_would_not_come(steps: int) -> None:
+    """Looking at a step takes more runs than there may be steps: this one has no weight for more."""
+    weights = [torch.full((3,), 0.5 + k).requires_grad_() for k in range(steps)]
+
+    def step(carry: tuple[Tensor, int], x: Tensor) -> tuple[tuple[Tensor, int], Tensor]:
+        h, t = carry
+        h = torch.tanh(h * weights[t] + x)
+        return (h, t + 1), h
+
+    xs = torch.randn(steps, 3)
+    found = remat.scan(step, (torch.ones(3), 0), xs, budget="1MiB", planner="constant")[1]
+    expected = plain_scan(step, (torch.ones(3), 0), xs)[1]
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, *(torch.autograd.grad(ys.sum(), weights) for ys in (found, expected))))
+
+
 def test_the_smallest_budget_is_below_that_of_keeping_all() -> None:
     make = partial(PROGRAMS["transformer-block"], 39)
     assert smallest_budget(make()) < plan_of(make(), "1GiB").peak_bytes / 3  # random states weigh at this size

@@ -93,7 +93,7 @@ def live_bytes(body: Callable[[], object], times: int) -> list[int]:
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("level", ["ample", "tight"])
 @pytest.mark.parametrize("name", ["lstm-cell", "stacked-cells-with-dropout", "batch-norm"])
-def test_bytes_are_flat_over_many_calls(name: str, level: str) -> None:
+def test_p23_bytes_are_flat_over_many_calls(name: str, level: str) -> None:
     make = PROGRAMS[name]
     settings = settings_at(make(), level)
     program = make()
@@ -193,7 +193,7 @@ def test_nothing_is_alive_after_the_outputs_are_gone(planner: str) -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_used_up_steps_are_gone_before_older_ones_are_rebuilt() -> None:
+def test_p22_used_up_steps_are_gone_before_older_ones_are_rebuilt() -> None:
     """Intermediates alive during the backward: a few steps' worth, not all."""
     inner = most = 0
 

@@ -130,8 +130,8 @@ class Call:
         if self.places:
             self.step, self.structure = keeping(step, self.places), Keeping(self.structure, self.places)
             self.carry += contents
-        self._carry_like = tuple(map(_like, self.carry))
         self._find_places()
+        self._carry_like = *map(_like, self.carry), *self._first_place.items()
         self.input_needs = [leaf.requires_grad for leaf in self.inputs.tensors()]
         kept = set(map(id, contents))
         self.captured = [tensor for tensor in reached.differentiable() if id(tensor) not in kept]

@@ -22,7 +22,7 @@ from .errors import InfeasibleBudget, StepError
 from .kept import left_alone
 from .loops import Loop, Outputs
 from .mutable import note_moving, refuse_changes
-from .needs import Flags, Needed, flags_of, united
+from .needs import Flags, Needed, could_need, flags_of, united
 from .planners.room import smallest
 from .plans import Plan, plan
 from .profiler import STEPS, Costs, OnDevice, Trial, profile
@@ -180,12 +180,14 @@ def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) 
 
 
 def _representative(call: Call, nature: Nature, loop: Loop) -> Leaves:
-    """A carry like those between steps; what is in places may be anything before the first."""
+    """A carry like those between steps: the first may share tensors, and what is in places may be anything."""
     carry = copied(detached(call.carry))
-    if not call.places:
+    tensors = sum(isinstance(leaf, torch.Tensor) for leaf in carry)
+    if not call.places and tensors == len(call.carry_places):
         return carry
     watching = States(call.sources, call.streams | nature.needed.changes)
-    with recomputing(), torch.no_grad(), watching.undisturbed(), left_alone(call.places):
+    with recomputing(), torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
+        carry = copied(_marked(carry, call.needs))
         return copied(detached(loop.run(0, carry, loop.inputs(0, recording=False), first=True)[0]))
 
 
@@ -232,7 +234,7 @@ class _Discovery:
             refuse_changes(fixed, versions)
             changes = self._changes()
         same = plain is not None and all(map(_same_bits, plain, [*after, *outputs]))
-        could = tuple(map(_could_need, after)), tuple(map(_could_need, outputs))
+        could = tuple(map(could_need, after)), tuple(map(could_need, outputs))
         return Nature(
             needed=Needed(united(flags for flags, _ in orbit), united(flags for _, flags in orbit), changes),
             orbit=tuple(orbit),
@@ -251,13 +253,13 @@ class _Discovery:
         Once everything needs a gradient that can, nothing changes any more.
         """
         needs, orbit = self.call.needs, []
-        after, outputs, unread = self._record(needs)
-        for _ in range(_TRANSIENT):
+        after, outputs, unread = self._record(0, self.call.carry, needs)
+        for index in range(1, _TRANSIENT + 1):
             orbit.append((flags_of(after), flags_of(outputs)))
             if orbit[-1][0] == needs:
                 break
             needs = orbit[-1][0]
-            after, outputs, _ = self._record(needs)
+            after, outputs, _ = self._record(index, after, needs)
         return orbit, after, outputs, unread
 
     @contextmanager
@@ -285,15 +287,15 @@ class _Discovery:
             return None
         return [*after, *outputs]
 
-    def _record(self, needs: tuple[bool, ...]) -> tuple[Leaves, Leaves, frozenset[int]]:
+    def _record(self, index: int, leaves: Leaves, needs: Flags) -> tuple[Leaves, Leaves, frozenset[int]]:
         """Carry and outputs of a recorded step, and the leaves in places that no gradient would flow into."""
         first_sequence = sequence_number()
         self.states.restart()
         with torch.enable_grad(), self.call.surroundings.own_cast_cache():
-            carry = _marked(copied(detached(self.call.carry)), needs)
+            carry = _marked(copied(detached(leaves)), needs)
             inner = [leaf.clone() if needs_gradient(leaf) else leaf for leaf in carry]  # may be changed in place
-            inputs = self.loop.inputs(0, recording=True)
-            after, outputs = self.loop.run(0, inner, inputs, first=True)
+            inputs = self.loop.inputs(index, recording=True)
+            after, outputs = self.loop.run(index, inner, inputs, first=True)
         known = [leaf for leaf in (*carry, *inputs) if needs_gradient(leaf)]
         nodes = [leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf)]
         self.call.check_seen(nodes, known, first_sequence)
@@ -332,10 +334,6 @@ def _marked(leaves: Leaves, needs: tuple[bool, ...]) -> Leaves:
         if need and isinstance(leaf, torch.Tensor) and can_need(leaf):
             leaf.requires_grad_()
     return leaves
-
-
-def _could_need(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and can_need(leaf)
 
 
 def _bytes_of(leaf: Any) -> int:

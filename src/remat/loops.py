@@ -10,7 +10,7 @@ import torch
 
 from .errors import StepError
 from .inputs import Column
-from .needs import SeenNeeds
+from .needs import SeenNeeds, could_need
 from .trees import Leaves, Mismatch, Structure
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -95,6 +95,7 @@ class Loop:
         self.outputs = outputs
         self.output_structure: Structure | None = None
         self._kinds = [kind_of(leaf) for leaf in carry]
+        self._begin = [None if could_need(leaf) else leaf for leaf in carry]
         self._becoming = becoming
         self.seen: SeenNeeds | None = None
         self._output_kinds: list[Any] = []
@@ -112,6 +113,8 @@ class Loop:
 
     def run(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:
         """One step, its results taken apart and checked; a replay may not differ either."""
+        if index >= self.length:  # only where steps are looked at: counters and such must not run on beyond the end
+            carry = [leaf if could_need(leaf) else old for leaf, old in zip(carry, self._begin, strict=True)]
         result = self.step(self.structure.build(carry), self._input_structure.build(inputs))
         if type(result) is not tuple or len(result) != 2:
             what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__

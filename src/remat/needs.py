@@ -10,11 +10,18 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from .ranges import Needs
-from .recorded import needs_gradient
+from .recorded import can_need, needs_gradient
 from .trees import Leaves
 
 Flags = tuple[bool, ...]
+
+
+def could_need(leaf: object) -> bool:
+    """Whether a leaf could need a gradient."""
+    return isinstance(leaf, torch.Tensor) and can_need(leaf)
 
 
 def flags_of(leaves: Iterable[object]) -> Flags:

@@ -153,6 +153,11 @@ def _run(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]:
 
 def _once(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]:
     """The loop, as far as it is known; what turns out on the way is raised as one of `_RESTARTS`."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise StepError(
+            "remat.scan cannot be captured into a CUDA graph: what it does between the steps, such as keeping random "
+            "states, would not be replayed; capture the step, and let scan run the captured step"
+        )
     if is_transformed(call.tensors()):
         return _transformed(call)
     if not torch.is_grad_enabled():

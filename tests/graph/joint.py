@@ -9,7 +9,9 @@ import torch
 from torch import fx
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import default_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from remat.graph.backend import Compilation, Options, is_leaf
 from remat.graph.capture import CostModel, capture
 from remat.graph.graphs import Graph
 from remat.graph.op_costs import measured
@@ -38,3 +40,16 @@ def _boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def within(function: Callable[..., Any], args: Sequence[torch.Tensor], **options: Any) -> tuple[Any, Compilation]:
+    """`function` as the backend compiles it, without the compiler's front end, and what it was compiled to."""
+    context = torch._guards.TracingContext(FakeTensorMode())  # as the front end sets one up
+    compilation = Compilation(Options.from_mapping(options), [is_leaf(x) for x in args])
+    compiled = compilation.gated(aot_function(function, **compilation.parts))
+
+    def call(*tensors: torch.Tensor) -> Any:
+        with torch._guards.tracing(context):
+            return compiled(*tensors)
+
+    return call, compilation

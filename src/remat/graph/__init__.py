@@ -14,4 +14,13 @@ reuse       Chen's sharing of whole buffers, its baseline                       
 pictures    the arena, time × address
 capture     the joint graph of AOTAutograd as such a value
 op_costs    seconds and workspace of each operator, measured once per signature
+segments    the forward as a chain, cut where little is alive                                    (no torch)
+menus       what a segment may keep for its backward                                             (no torch)
+programs    from a chain's schedule to an order of executions                                    (no torch)
+planning    the fastest order found within a budget                                              (no torch)
+dropout     dropout to eager's bits, its mask in bytes
+emission    an order as two FX graphs
+lowering    an FX graph as straight-line Python that frees as it goes
+gates       gradients handed to autograd as early as it would make them
+backend     `torch.compile(model, backend="remat")`
 """

@@ -40,7 +40,7 @@ class _Recorder(Machine):
 
     def run(self, step: int, index: int) -> None:
         self.running = index
-        if workspace := self.graph.nodes[index].workspace_bytes:
+        if workspace := self.workspace_bytes(step, index):
             self.found.append(Lifetime(step, step, workspace, WORKSPACE, self.graph.nodes[index].name))
         super().run(step, index)
         self.running = None

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from .graphs import Graph, Kind, Node, Storage
-from .op_costs import Cost, estimated, hint, measured, tensors_of
+from .op_costs import Cost, estimated, hint, measured, random_state, tensors_of
 
 _CUDA_UNIT: Final = 512  # the caching allocator rounds up to it
 _COLLECTIVES: Final = (
@@ -41,6 +41,7 @@ def capture(
     forward_outputs: int,
     *,
     parameters: Iterable[int] = (),
+    changed: Iterable[int] = (),
     costs: CostModel = measured,
 ) -> tuple[Graph, tuple[fx.Node, ...]]:
     """The joint graph as a value, and the FX node of each of its nodes.
@@ -49,18 +50,21 @@ def capture(
         joint: what AOTAutograd hands to its partitioner: arguments and tangents in; outputs, then gradients out.
         forward_outputs: how many of the outputs belong to the forward.
         parameters: which inputs, by position, are parameters.
+        changed: which inputs, by position, are changed once the forward is over (buffers of batch norm).
         costs: `op_costs.measured`, or `op_costs.estimated` where several processes must agree.
     """
     builder = _Builder(costs)
     sources = [node for node in joint.graph.nodes if node.op != "output"]
     inputs = [node for node in sources if node.op in ("placeholder", "get_attr")]
     calls = [node for node in sources if node.op not in ("placeholder", "get_attr")]
+    placeholders = [node for node in inputs if node.op == "placeholder"]
+    primals = [node for node in placeholders if not is_tangent(node)]
+    builder.changed = {primals[position] for position in changed}
     for node in (*inputs, *calls):
         builder.add(node)
     (output,) = joint.graph.find_nodes(op="output")
     results: Sequence[Any] = output.args[0]
-    placeholders = [node for node in inputs if node.op == "placeholder"]
-    arguments = [builder.index[node] for node in placeholders if not is_tangent(node)]
+    arguments = [builder.index[node] for node in primals]
     gradients = [builder.index[g] if isinstance(g, fx.Node) else None for g in results[forward_outputs:]]
     gradients += [None] * (len(arguments) - len(gradients))
     graph = Graph(
@@ -90,6 +94,7 @@ class _Builder:
         self.index: dict[fx.Node, int] = {}
         self._storage_of: dict[int, int] = {}  # address of a fake storage -> index
         self._alive: list[Any] = []  # fake storages, so that no address is used twice
+        self.changed: set[fx.Node] = set()
 
     def _place(self, tensor: torch.Tensor, *, external: bool) -> tuple[int, bool]:
         storage = tensor.untyped_storage()
@@ -113,6 +118,8 @@ class _Builder:
         cost = self._cost(node, kind)
         if kind in (Kind.CHEAP, Kind.EXPENSIVE) and cost.draws:
             kind = Kind.RANDOM
+        if kind.repeatable and not is_input and self._reads_changed(node, storages):
+            kind = Kind.OPAQUE
         self.nodes.append(
             Node(
                 node.name,
@@ -124,9 +131,21 @@ class _Builder:
                 self._written(node),
                 cost.seconds,
                 cost.workspace_bytes,
+                random_state(torch.device(self._device(node))).numel() if kind is Kind.RANDOM else 0,
                 node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), tuple | list),  # type: ignore[union-attr]
             )
         )
+
+    def _device(self, node: fx.Node) -> torch.device:
+        return next((t.device for t in tensors_of(node.meta.get("val"))), torch.device("cpu"))
+
+    def _reads_changed(self, node: fx.Node, storages: Sequence[int]) -> bool:
+        """Whether it would read something else after the forward; views are as good as what they view."""
+        changed = {s for source in self.changed for s in self.nodes[self.index[source]].storages}
+        if not changed or set(storages) & changed:
+            return False
+        read = {s for source in node.all_input_nodes for s in self.nodes[self.index[source]].storages}
+        return bool(read & changed) and not is_batch_norm_in_training(node)
 
     def _cost(self, node: fx.Node, kind: Kind) -> Cost:
         if kind in (Kind.INPUT, Kind.VIEW):
@@ -148,6 +167,21 @@ class _Builder:
                     if isinstance(source, fx.Node):
                         written += self.nodes[self.index[source]].storages
         return tuple(dict.fromkeys(written))
+
+
+def is_batch_norm_in_training(node: fx.Node) -> bool:
+    """Whether a call is batch norm by the statistics of its batch: running ones go through it without effect on it."""
+    return node.target is torch.ops.aten._native_batch_norm_legit_functional.default and bool(node.args[5])
+
+
+def changed_inputs(joint: fx.GraphModule) -> list[int]:
+    """Positions of inputs for which the forward returns a new value that is then copied into them."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    described = joint.graph.output_node().meta.get("desc") or ()
+    inputs = [d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)]
+    places = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    return [number for number, node in enumerate(places) if node.meta.get("desc") in inputs]
 
 
 def kind_of(node: fx.Node, fresh: Sequence[int]) -> Kind:

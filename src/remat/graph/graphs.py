@@ -28,7 +28,7 @@ class Kind(StrEnum):
     RANDOM = "random"  # draws from a generator: again only under the state it first drew from
     MUTATION = "mutation"  # changes a tensor that others see: never again
     COLLECTIVE = "collective"  # other processes take part: never again
-    OPAQUE = "opaque"  # a custom operator of which nothing is known: never again
+    OPAQUE = "opaque"  # reads what is changed later, or a custom operator of which nothing is known: never again
 
     @property
     def repeatable(self) -> bool:
@@ -61,6 +61,7 @@ class Node(msgspec.Struct, frozen=True, gc=False):
         writes: storages that it changes in place.
         seconds: time of one execution.
         workspace_bytes: allocated and freed again within it, beyond `fresh`.
+        state_bytes: the state of its generator, kept from its first execution to its last where there are several.
         projection: whether it takes one tensor out of the tuple that its only input returns.
     """
 
@@ -73,6 +74,7 @@ class Node(msgspec.Struct, frozen=True, gc=False):
     writes: tuple[int, ...] = ()
     seconds: float = 0.0
     workspace_bytes: int = 0
+    state_bytes: int = 0
     projection: bool = False
 
 
@@ -118,9 +120,14 @@ class Graph(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def forward(self) -> tuple[int, ...]:
-        """Nodes that the forward has to run, inputs aside: what outputs need, and every change in place."""
+        """Nodes that the forward has to run, inputs aside: what outputs need, and every change in place.
+
+        All tensors that such a node returns belong to it, those that only the backward uses as well.
+        """
         mutations = (k for k, node in enumerate(self.nodes) if node.kind is Kind.MUTATION and k not in self.backward)
-        return self.needed_for((*self.outputs, *mutations))
+        found = set(self.needed_for((*self.outputs, *mutations)))
+        found |= {k for k, node in enumerate(self.nodes) if node.projection and node.inputs[0] in found}
+        return tuple(sorted(found))
 
     def needed_for(self, targets: tuple[int, ...]) -> tuple[int, ...]:
         """The nodes that `targets` are computed from, themselves included, inputs aside, in order."""

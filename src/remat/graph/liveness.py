@@ -5,6 +5,7 @@ The rules, which are those of straight-line code that drops each value after its
 * an execution allocates its fresh storages and, while it runs, its workspace; its inputs are alive throughout;
 * a storage is freed once no value that lives in it will be used any more; external ones are not counted;
 * what the forward returns stays (its caller holds it);
+* the state of a generator is kept while the operator that drew under it will be run again;
 * tangents exist from the first step of the backward to their last use;
 * the gradient of a parameter is added into `.grad` as soon as it exists and then freed, or, where there was no `.grad`,
   becomes it and stays; gradients of other inputs stay.
@@ -114,6 +115,15 @@ def liveness(
     return Liveness(tuple(machine.during), tuple(machine.after))
 
 
+def _drawn(graph: Graph, program: Program) -> dict[int, tuple[int, int]]:
+    """Random nodes that run several times, with their first and last step."""
+    steps: dict[int, tuple[int, int]] = {}
+    for step, index in enumerate(program.order):
+        if graph.nodes[index].state_bytes:
+            steps[index] = (steps.get(index, (step, step))[0], step)
+    return {index: ends for index, ends in steps.items() if ends[0] != ends[1]}
+
+
 class Machine:
     """Instances of storages, by number, with how many values live in each."""
 
@@ -128,6 +138,8 @@ class Machine:
         self.size: dict[int, int] = {}
         self.bytes = 0
         self.made = 0
+        self.drawn = _drawn(graph, program)
+        self.states: dict[int, int] = {}  # node -> instance
         self.during: list[int] = []
         self.after: list[int] = []
         tangents = set(graph.tangents)
@@ -169,6 +181,12 @@ class Machine:
         self.bytes -= self.size.pop(instance)
         del self.count[instance]
 
+    def workspace_bytes(self, step: int, index: int) -> int:
+        """What a step allocates and frees again; drawing again sets the generator's present state aside."""
+        node = self.graph.nodes[index]
+        again = index in self.drawn and step > self.drawn[index][0]
+        return node.workspace_bytes + (node.state_bytes if again else 0)
+
     def run(self, step: int, index: int) -> None:
         graph = self.graph
         node = graph.nodes[index]
@@ -184,7 +202,12 @@ class Machine:
             s: held[s] if s in held and s not in fresh else self._new(graph.storages[s].bytes) for s in node.storages
         }
         self._hold(index, made)
-        self.during.append(self.bytes + node.workspace_bytes)
+        first, final = self.drawn.get(index, (-1, -1))
+        if step == first:
+            self.states[index] = self._new(node.state_bytes)
+        self.during.append(self.bytes + self.workspace_bytes(step, index))
+        if step == final:
+            self._free(self.states.pop(index))
         for gradient in self.used.finished[step]:
             if not (graph.final_gradients[gradient] and self.gradients_exist):
                 self._pin(gradient)  # it becomes `.grad`, or is handed back

@@ -20,8 +20,8 @@ from ..meter import metering
 _FLOPS_PER_S: Final = 5e10
 _BYTES_PER_S: Final = 1e10
 _CALL_S: Final = 2e-6
-_LONG_S: Final = 5e-3  # a call that takes as long is timed once more, a short one more often
-_ROUNDS: Final = 4
+_ENOUGH_S: Final = 30e-3  # of timing one call, and at least so many rounds: others use the machine as well
+_ROUNDS: Final = (3, 20)
 
 
 class Cost(NamedTuple):
@@ -84,9 +84,9 @@ def _measure(op: Callable[..., Any], args: Any, kwargs: Any) -> Cost:
     with _disable_current_modes(), torch.random.fork_rng(enabled=True), torch.no_grad():  # tracing goes on around us
         args, kwargs = pytree.tree_map(_stand_in, (args, kwargs))
         device = next((t.device for t in tensors_of((args, kwargs))), torch.device("cpu"))
-        before = _random_state(device)
+        before = random_state(device)
         op(*args, **kwargs)
-        draws = not torch.equal(before, _random_state(device))
+        draws = not torch.equal(before, random_state(device))
         with metering(device) as session:
             result = op(*args, **kwargs)
         owned = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(result)}
@@ -97,21 +97,23 @@ def _measure(op: Callable[..., Any], args: Any, kwargs: Any) -> Cost:
         return Cost(_seconds(lambda: op(*args, **kwargs), device), workspace, draws)
 
 
-def _random_state(device: torch.device) -> torch.Tensor:
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of a device's default generator, a tensor of bytes on the CPU."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    best = float("inf")
-    for _ in range(_ROUNDS):
+    best, total_s = float("inf"), 0.0
+    for number in range(_ROUNDS[1]):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begin)
-        if best > _LONG_S:
+        took_s = time.perf_counter() - begin
+        best, total_s = min(best, took_s), total_s + took_s
+        if number + 1 >= _ROUNDS[0] and total_s > _ENOUGH_S:
             break
     return best
 

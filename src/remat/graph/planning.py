@@ -1,0 +1,202 @@
+"""A program within a budget: the segments as a chain, the exact planner's schedule, judged by the graph's own bytes.
+
+The chain is a model of the graph: it knows segments, carries and tapes, not every node. So what it is asked for is
+moved until the program that comes out, of which every byte is known, is the fastest found that stays inside the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..chains import Chain, Stage
+from ..errors import InfeasibleBudget
+from ..plans import plan as plan_chain
+from .graphs import Graph, Program
+from .liveness import liveness, without_dead
+from .menus import Menu, menu, piece
+from .programs import program
+from .segments import root_bytes, segment
+
+_TRIALS: Final = 10
+WAITING_SHARE: Final = 1000  # gradients are handed out once they make up this part of the budget
+_CLOSE: Final = 0.995  # of the budget used: no more is asked for
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """A program for a graph, and what is known about it.
+
+    Attributes:
+        graph: what is run.
+        program: the order of executions.
+        budget_bytes: what its peak had to stay within.
+        peak_bytes: most bytes alive at any moment, over those at the start.
+        seconds: time of all executions.
+        plain_peak_bytes: the peak without recomputation.
+        plain_s: the time without.
+    """
+
+    graph: Graph
+    program: Program
+    budget_bytes: int
+    peak_bytes: int
+    seconds: float
+    plain_peak_bytes: int
+    plain_s: float
+
+    @property
+    def time_ratio(self) -> float:
+        """Predicted time over that without recomputation."""
+        return self.seconds / self.plain_s if self.plain_s else 1.0
+
+
+class Planner:
+    """Plans one graph for any budget; what all budgets share is computed once.
+
+    Args:
+        graph: what is planned.
+        gradients_exist: whether gradients of parameters are added into a `.grad` that is there already.
+    """
+
+    def __init__(self, graph: Graph, *, gradients_exist: bool = False) -> None:
+        self.graph = graph
+        self.gradients_exist = gradients_exist
+        self.plain = self._judged(without_dead(graph, graph.plain))
+        self.segments = segment(graph)
+        self.menus, self.tapes = self._menus()
+        self.chain = self._chain()
+        self._known: dict[int, tuple[Program, int, float] | None] = {}
+        self._least_asked = 1  # the chain makes nothing of less
+
+    def _judged(self, made: Program) -> tuple[Program, int, float]:
+        peak = liveness(self.graph, made, gradients_exist=self.gradients_exist).peak_bytes
+        return made, peak, self.graph.seconds_of(made)
+
+    def _menus(self) -> tuple[list[Menu], list[list[frozenset[int]]]]:
+        known: dict[object, Menu] = {}
+        menus, tapes = [], []
+        for stage in range(len(self.segments.forward)):
+            part = piece(self.segments, stage)
+            carry_bytes = root_bytes(self.graph, self.segments.carries[stage])
+            key = (part.graph, part.forward, part.backward, part.entering, carry_bytes)
+            if key not in known:
+                known[key] = menu(part, carry_bytes, gradients_exist=self.gradients_exist)
+            menus.append(known[key])
+            tapes.append([frozenset(part.nodes[k] for k in tape) for tape in known[key].tapes])
+        return menus, tapes
+
+    def _chain(self) -> Chain:
+        runs: list[tuple[Stage, int]] = []
+        for found in self.menus:
+            if runs and runs[-1][0] == found.stage:
+                runs[-1] = (found.stage, runs[-1][1] + 1)
+            else:
+                runs.append((found.stage, 1))
+        graph = self.graph
+        other = [g for g, mine in graph.final_gradients.items() if not mine]
+        return Chain(
+            tuple(runs),
+            output_bytes=root_bytes(graph, {*graph.outputs, *self.segments.kept}),
+            output_gradient_bytes=root_bytes(graph, graph.tangents),
+            input_gradient_bytes=root_bytes(graph, other),
+        )
+
+    @property
+    def plain_bytes(self) -> int:
+        """The smallest budget for which nothing is recomputed."""
+        return _with_reserve(self.plain[1])
+
+    def plan(self, budget_bytes: int) -> GraphPlan:
+        """The fastest program found within the budget.
+
+        Raises:
+            InfeasibleBudget: none was found; carries the smallest budget for which one is.
+        """
+        room = budget_bytes - reserve_bytes(budget_bytes)
+        if self.plain[1] <= room:
+            return self._result(budget_bytes, self.plain)
+        self._search(room)
+        found = self._best(room)
+        if found is None:
+            smallest = self._smallest_peak_bytes
+            found = self._best(room)
+        if found is None:
+            parts = {"outputs and gradients": self._fixed_bytes}
+            parts["values alive at once"] = smallest - parts["outputs and gradients"]
+            raise InfeasibleBudget(budget_bytes, _with_reserve(smallest), parts)
+        return self._result(budget_bytes, found)
+
+    def _best(self, room: int) -> tuple[Program, int, float] | None:
+        fitting = [found for found in self._known.values() if found is not None and found[1] <= room]
+        return min(fitting, key=lambda found: (found[2], found[1]), default=None)
+
+    def _result(self, budget_bytes: int, found: tuple[Program, int, float]) -> GraphPlan:
+        return GraphPlan(self.graph, found[0], budget_bytes, found[1], found[2], self.plain[1], self.plain[2])
+
+    @property
+    def _fixed_bytes(self) -> int:
+        graph = self.graph
+        stays = [g for g, mine in graph.final_gradients.items() if not (mine and self.gradients_exist)]
+        return root_bytes(graph, {*graph.outputs, *stays})
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The smallest budget for which a program is found."""
+        return _with_reserve(self._smallest_peak_bytes)
+
+    @property
+    def _smallest_peak_bytes(self) -> int:
+        self._try(1)
+        self._try(self._least_asked)
+        return min(self.plain[1], *(found[1] for found in self._known.values() if found is not None))
+
+    def _try(self, asked_bytes: int) -> tuple[Program, int, float] | None:
+        """The program for what the chain makes of a budget; None if it makes nothing of it."""
+        if asked_bytes not in self._known:
+            try:
+                schedule = plan_chain(self.chain, asked_bytes).schedule
+            except InfeasibleBudget as error:
+                self._known[asked_bytes] = None
+                self._least_asked = error.smallest_budget_bytes
+            else:
+                self._known[asked_bytes] = self._judged(program(self.segments, schedule, self.tapes))
+        return self._known[asked_bytes]
+
+    def _search(self, room: int) -> None:
+        """Ask the chain for more while the program has room, for less while it has not."""
+        low, high, asked = 0, 0, max(room, 1)
+        for _ in range(_TRIALS):
+            found = self._try(asked)
+            if found is None:
+                asked = self._least_asked
+                found = self._try(asked)
+            if found is not None and found[1] > room:
+                high = asked
+            else:
+                low = max(low, asked)
+                if found is not None and found[1] >= _CLOSE * room:
+                    break
+            if high and high <= self._least_asked:
+                break
+            if not high:
+                asked = asked * 5 // 4
+            elif not low:
+                asked = asked * 4 // 5
+            else:
+                asked = (low + high) // 2
+            if high and high - low < room // 200:
+                break
+
+
+def reserve_bytes(budget_bytes: int) -> int:
+    """Kept free of a budget: gradients that wait for others to be handed out with, and the key of the run."""
+    return budget_bytes // WAITING_SHARE + 1024
+
+
+def _with_reserve(peak_bytes: int) -> int:
+    """The smallest budget that leaves so many bytes."""
+    budget = (peak_bytes + 1024) * WAITING_SHARE // (WAITING_SHARE - 1)
+    while budget - reserve_bytes(budget) < peak_bytes:
+        budget += 1
+    return budget

@@ -1,0 +1,165 @@
+"""The forward as a chain of segments, cut where little is alive, and the backward nodes that belong to each.
+
+Between any two forward nodes some bytes cross: what was made before and is used by a later forward node. Cuts are taken
+where few bytes cross, a minimum distance apart, so that residual networks are cut at their residual stream, and what
+crosses is the *carry*. What crosses many cuts and is small (a mask, a table of positions) is kept throughout instead.
+
+A value's *root* is the node that made its memory: views are free to make again and live in their root.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final
+
+from .graphs import Graph, Kind
+
+_STAGES: Final = 64  # about so many at most: the planner's time grows with the square
+_KEPT_SHARE: Final = 0.005  # of all forward bytes: what is smaller and crosses many cuts is kept throughout
+_MANY_CUTS: Final = 4
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A chain of segments over a graph.
+
+    Attributes:
+        graph: what was cut.
+        forward: for each segment its forward nodes, in order.
+        backward: for each segment the backward nodes that its tape serves, in the graph's order.
+        carries: for each segment, and at the end, the roots that enter it from the segments before.
+        kept: roots that stay alive from where they are made to the end.
+        stage_of: the segment in which a forward node runs.
+    """
+
+    graph: Graph
+    forward: tuple[tuple[int, ...], ...]
+    backward: tuple[tuple[int, ...], ...]
+    carries: tuple[frozenset[int], ...]
+    kept: frozenset[int]
+    stage_of: dict[int, int]
+
+
+def roots(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """For each node, the nodes that made the memory its value lives in; itself if it allocates, or takes no memory."""
+    found: list[tuple[int, ...]] = []
+    for index, node in enumerate(graph.nodes):
+        if node.kind is not Kind.VIEW or node.projection or not node.storages:
+            found.append((index,))
+            continue
+        mine = set(node.storages)
+        sources = [s for s in node.inputs if mine & set(graph.nodes[s].storages)]
+        found.append(tuple(dict.fromkeys(root for s in sources for root in found[s])) or (index,))
+    return tuple(found)
+
+
+def root_bytes(graph: Graph, nodes: Iterable[int]) -> int:
+    """Bytes of the storages that some roots live in, each counted once, external ones not at all."""
+    storages = {s for k in nodes for s in graph.nodes[k].storages}
+    return sum(graph.storages[s].bytes for s in storages if not graph.storages[s].external)
+
+
+def segment(graph: Graph, stages: int = _STAGES) -> Segments:
+    """Cut the forward into at most about `stages` segments."""
+    forward = graph.forward
+    of = roots(graph)
+    crossing = _crossing(graph, forward, of)
+    sizes = [root_bytes(graph, roots_across) for roots_across in crossing]
+    fresh = [sum(graph.storages[s].bytes for s in graph.nodes[k].fresh) for k in forward]
+    cuts = _cuts(sizes, fresh, stages)
+    carries, kept = _carries(graph, [crossing[c - 1] for c in cuts], max(sum(fresh), 1))
+    bounds = [0, *cuts, len(forward)]
+    parts = tuple(tuple(forward[a:b]) for a, b in pairwise(bounds))
+    stage_of = {k: number for number, part in enumerate(parts) for k in part}
+    backward = _backward(graph, stage_of, of, carries, len(parts))
+    return Segments(graph, parts, backward, (frozenset(), *carries, frozenset()), kept, stage_of)
+
+
+def _crossing(graph: Graph, forward: Sequence[int], of: Sequence[tuple[int, ...]]) -> list[frozenset[int]]:
+    """For each place behind a forward node, the roots made up to there that later forward nodes use."""
+    place = {k: p for p, k in enumerate(forward)}
+    last: dict[int, int] = {}
+    for k in forward:
+        for source in graph.nodes[k].inputs:
+            for root in of[source]:
+                if root in place:
+                    last[root] = max(last.get(root, 0), place[k])
+    ends: dict[int, list[int]] = {}
+    for root, end in last.items():
+        ends.setdefault(end, []).append(root)
+    alive: set[int] = set()
+    found: list[frozenset[int]] = []
+    for p, k in enumerate(forward):
+        if last.get(k, -1) > p:
+            alive.add(k)
+        alive.difference_update(ends.get(p, ()))
+        found.append(frozenset(alive))
+    return found
+
+
+def _cuts(sizes: Sequence[int], fresh: Sequence[int], stages: int) -> list[int]:
+    """Places (number of forward nodes before them) in order, the cheapest first taken, none too near another."""
+    along = list(accumulate(fresh))  # bytes made up to each place: the measure of distance
+    if not along:
+        return []
+    apart = along[-1] / stages
+    taken: list[int] = []
+    for place in sorted(range(len(sizes) - 1), key=lambda p: (sizes[p], p)):
+        spot = bisect_right(taken, place)
+        if spot and along[place] - along[taken[spot - 1]] < apart:
+            continue
+        if spot < len(taken) and along[taken[spot]] - along[place] < apart:
+            continue
+        if along[place] >= apart / 2 and along[-1] - along[place] >= apart / 2:
+            taken.insert(spot, place)
+    return [place + 1 for place in _worthwhile(taken, sizes, along)]
+
+
+def _worthwhile(taken: list[int], sizes: Sequence[int], along: Sequence[int]) -> list[int]:
+    """Without cuts that as many bytes cross as are made between their neighbours: storing there spares nothing."""
+    kept = list(taken)
+    for place in sorted(taken, key=lambda p: -sizes[p]):
+        spot = kept.index(place)
+        before = along[kept[spot - 1]] if spot else 0
+        after = along[kept[spot + 1]] if spot + 1 < len(kept) else along[-1]
+        if 4 * sizes[place] > after - before:
+            kept.remove(place)
+    return kept
+
+
+def _carries(graph: Graph, crossing: list[frozenset[int]], total: int) -> tuple[list[frozenset[int]], frozenset[int]]:
+    count: dict[int, int] = {}
+    for across in crossing:
+        for root in across:
+            count[root] = count.get(root, 0) + 1
+    kept = frozenset(
+        root for root, n in count.items() if n >= _MANY_CUTS and root_bytes(graph, (root,)) <= _KEPT_SHARE * total
+    )
+    return [across - kept for across in crossing], kept
+
+
+def _backward(
+    graph: Graph,
+    stage_of: dict[int, int],
+    of: Sequence[tuple[int, ...]],
+    carries: Sequence[frozenset[int]],
+    stages: int,
+) -> tuple[tuple[int, ...], ...]:
+    """A backward node belongs to the highest segment whose values it, or a node after it, reads.
+
+    A value that enters the next segment counts as that segment's: its carry is at hand there.
+    """
+    enters = {root: number + 1 for number in reversed(range(len(carries))) for root in carries[number]}
+    needed = [k for k in graph.needed_for(tuple(graph.final_gradients)) if k in graph.backward]
+    parts: list[list[int]] = [[] for _ in range(stages)]
+    highest = 0
+    for k in reversed(needed):
+        for source in graph.nodes[k].inputs:
+            for root in of[source]:
+                if root in stage_of:
+                    highest = max(highest, enters.get(root, stage_of[root]))
+        parts[highest].append(k)
+    return tuple(tuple(reversed(part)) for part in parts)

@@ -5,7 +5,7 @@ SECONDS ?= 600
 BIN     := .venv/bin
 SOURCES := src tests benchmarks examples
 
-.PHONY: demo test check lint types bench fuzz clean
+.PHONY: demo test check lint types bench fuzz docs dist clean
 
 demo: .venv/.installed
 	@$(BIN)/remat demo
@@ -25,6 +25,14 @@ types: .venv/.installed-dev
 # Benchmarks are timed, so they run one after the other and alone; OpenMP threads that spin would disturb each other.
 bench: .venv/.installed-dev
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$script; done
+
+# The pages, into build/site; a warning is an error. Their Python is run by the tests.
+docs: .venv/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "docs: build/site/index.html"
+
+# Wheel and source archive, into dist/.
+dist: .venv/.installed-dev
+	@rm -rf dist && $(BIN)/python -m build --outdir dist . >/dev/null && ls dist
 
 # Property tests with new random examples, round after round until SECONDS are over or one fails.
 fuzz: .venv/.installed-dev
@@ -52,3 +60,8 @@ clean:
 	@echo "installing remat and its checks into .venv (torch is large: this may take a few minutes)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch .venv/.installed $@
+
+.venv/.installed-docs: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing remat and what builds its pages into .venv"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@

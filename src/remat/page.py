@@ -27,6 +27,7 @@ _BUCKETS: Final = 800  # of a curve: about a page's columns
 _BARS: Final = 400  # shown one by one
 _ROWS, _COLUMNS = 24, 48  # of the grid that the others are counted in
 _POINTS: Final = 500  # of the trade-off
+_UNITS: Final = 100  # budgets that its table tells apart where sizes have no common unit; more would take seconds
 _LONG: Final = 2000  # stages from which on the whole trade-off would take longer than anyone waits for a page
 
 
@@ -74,7 +75,7 @@ def write_page(
         OSError: the file cannot be written.
     """
     curve, actions, bars = _walked(chain, schedule, simulation)
-    choices = tradeoff(chain, quick=chain.length > _LONG)
+    choices = tradeoff(chain, units=_UNITS, quick=chain.length > _LONG)
     chosen = budget_bytes, simulation.seconds
     figures = {
         "stages": chain.length,

@@ -60,8 +60,7 @@ def main(arguments: list[str] | None = None) -> Comparison:
         window = torch.stack([codes[k : k + options.length + 1] for k in starts.tolist()], dim=1)
         return window[:-1], window[1:]
 
-    def loss(budget: int | None) -> Tensor:
-        xs = passages()
+    def loss(budget: int | None, xs: tuple[Tensor, Tensor]) -> Tensor:
         if budget is None:  # the plain loop, for comparison
             carry, losses = start, []
             for x in zip(*xs, strict=True):
@@ -71,12 +70,13 @@ def main(arguments: list[str] | None = None) -> Comparison:
         _, ys = remat.scan(model, start, xs, budget=budget)  # the same loop, within the budget
         return ys.mean()
 
-    found = compare(model.parameters(), loss, options.share)
+    xs = passages()
+    found = compare(model.parameters(), lambda budget: loss(budget, xs), options.share)
 
     # Nothing else changes: the optimizer, clipping and logging are what they were.
     for iteration in range(options.iterations):
         optimizer.zero_grad()
-        value = loss(found.budget_bytes)
+        value = loss(found.budget_bytes, passages())
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> Comparison:
     parser = argparse.ArgumentParser(description="A very deep ResNet within a share of the memory.")
     parser.add_argument("--blocks", type=int, default=333, help="of three layers each")
     parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--size", type=int, default=32, help="of a picture")
+    parser.add_argument("--size", type=int, default=16, help="of a picture")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.15)
     options = parser.parse_args(arguments)

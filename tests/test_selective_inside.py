@@ -1,4 +1,4 @@
-"""Selective tapes inside `remat.scan` and `remat.chain`: all programs that can have them, bit for bit the plain loop."""
+"""Selective tapes inside `remat.scan` and `remat.chain`: all programs that can have them, bit for bit."""
 
 from __future__ import annotations
 

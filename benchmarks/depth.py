@@ -168,10 +168,11 @@ def scaling(depths: tuple[int, ...], batch: int, size: int) -> None:
         job = Job(depth, batch, size)
         whole = remat.plan_chain(job.net, job.images, budget="1TiB")
         smallest = remat.plan_chain(job.net, job.images, budget=_smallest(job)).peak_bytes
+        extra_s = whole.seconds + sum(count * stage.forward_s for stage, count in whole.chain.runs)
         low, high = smallest, whole.peak_bytes
         while high - low > max(low // 50, 1):  # the least budget with one extra forward at most
             middle = math.isqrt(low * high)
-            fits = remat.plan_chain(job.net, job.images, budget=middle).forward_runs <= 2 * len(job.net)
+            fits = remat.plan_chain(job.net, job.images, budget=middle).seconds <= extra_s
             low, high = (low, middle) if fits else (middle, high)
         points.append((len(job.net), whole.peak_bytes, high, smallest))
         rows.append([str(depth), str(len(job.net)), *(f"{size_ / 2**20:.2f} MiB" for size_ in points[-1][1:])])

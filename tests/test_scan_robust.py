@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import itertools
 import queue
+import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -175,6 +177,46 @@ def _fail(loop: Loop, program: Program, error: BaseException) -> tuple[str, Any]
     # A step may be measured in another thread, whose bytes are seen here only when they go.
     assert session.net_bytes <= 0, f"{session.net_bytes} bytes are left after an error in the {where}"
     return where, state
+
+
+def test_ctrl_c_while_a_step_is_measured_in_a_thread_of_its_own() -> None:
+    """The thread stops, the state is as it was, and the next call works."""
+    seed_everything(1)
+    cell, norm, xs = nn.GRUCell(D, H), nn.BatchNorm1d(D), leaf(STEPS, B, D)
+    calls = itertools.count()
+    reached, interrupted = threading.Event(), threading.Event()
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        if next(calls) == 4 and not interrupted.is_set():
+            reached.set()
+            while not interrupted.wait(0.01):
+                pass
+        h = cell(norm(x), h)
+        return h, h
+
+    def interrupt() -> None:
+        reached.wait(60)
+        signal.pthread_kill(main, signal.SIGINT)
+        for _ in range(500):  # the thread that measures waits in its step until the interrupt has come through
+            time.sleep(0.01)
+            if not any(thread.name.startswith("remat") for thread in threading.enumerate()):
+                return
+        interrupted.set()
+
+    main, start = threading.get_ident(), torch.zeros(B, H)
+    before = buffers_of([norm]), random_states()
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt), save_on_cpu():  # under such hooks, steps are measured elsewhere
+        remat.scan(step, start, xs, budget=AMPLE)
+    other.join()
+    assert not interrupted.is_set(), "the thread went on"
+    assert not any(thread.name.startswith("remat") for thread in threading.enumerate())
+    assert same((buffers_of([norm]), random_states()), before)
+    interrupted.set()
+    found = remat.scan(step, start, xs, budget=AMPLE)[1]
+    norm.reset_running_stats()
+    assert same(found, plain_scan(step, start, xs)[1])
 
 
 @levels

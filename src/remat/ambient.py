@@ -6,10 +6,11 @@ taken once per call and entered again around the backward; random states belong 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -379,10 +380,22 @@ def _by_itself(job: Callable[[], T], surroundings: Surroundings) -> T:
 
     thread = threading.Thread(target=work, name="remat: measuring a step")
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException as error:  # Ctrl-C, which Python hands to the main thread alone
+        _raise_in(thread, type(error))
+        raise
     if errors:
         raise errors.pop()
     return results.pop()
+
+
+def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Stop a thread with an error at its next line of Python, and wait until it has put everything back."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
+    while thread.is_alive():
+        with suppress(KeyboardInterrupt):  # impatience changes nothing: state must not be left half-way
+            thread.join()
 
 
 def _missing(then: tuple[Any, ...], now: Iterable[Any]) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from .ambient import States, Surroundings
-from .captures import reach, unseen_leaves
+from .captures import is_used_up, reach, unseen_leaves
 from .errors import LateGradient, StepError
 from .inputs import Inputs, emptied, input_kind, is_sliced, with_tensor
 from .interpreter import Interpreter
@@ -134,7 +134,8 @@ class Call:
         self._carry_like = *map(_like, self.carry), *self._first_place.items()
         self.input_needs = [leaf.requires_grad for leaf in self.inputs.tensors()]
         kept = set(map(id, contents))
-        self.captured = [tensor for tensor in reached.differentiable() if id(tensor) not in kept]
+        captured = (tensor for tensor in reached.differentiable() if id(tensor) not in kept)
+        self.captured = [tensor for tensor in captured if tensor.is_leaf or not is_used_up(tensor)]
         self.needs = tuple(map(needs_gradient, self.carry))
         tensors = [*self._carry_tensors(), *self.inputs.tensors(), *reached.tensors]
         devices = {tensor.device for tensor in tensors}

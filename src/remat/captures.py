@@ -334,3 +334,26 @@ def reached_leaves(roots: Iterable[Any], leaves: Iterable[torch.Tensor]) -> set[
             reached.add(id(variable))
         queue.extend(following for following, _ in node.next_functions)
     return reached
+
+
+def is_used_up(tensor: torch.Tensor) -> bool:
+    """Whether a backward has gone through a tensor's graph and let go of it: a loss of yesterday, kept in an attribute.
+
+    The newest nodes tell, since a backward begins with them. No gradient can flow there any more, and an autograd node
+    that had such a tensor among its inputs would make the engine go there nevertheless.
+    """
+    queue, seen = deque([tensor.grad_fn]), 0
+    while queue and seen < _LOOKED_AT:
+        node = queue.popleft()
+        if node is None:
+            continue
+        seen += 1
+        names = ["saved_tensors"] if hasattr(type(node), "_raw_saved_tensors") else dir(node)
+        try:
+            for name in names:
+                if name == "saved_tensors" or name.startswith("_saved_"):
+                    getattr(node, name)
+        except RuntimeError:
+            return True
+        queue.extend(following for following, _ in node.next_functions)
+    return False

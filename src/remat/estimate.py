@@ -16,17 +16,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .meter import Phase
+from .profiler import Job, Reading
 
 _CUDA_BLOCK: Final = 512  # bytes: the caching allocator rounds up to it
 _MKLDNN: Final = "Mkldnn"  # PyTorch's convolutions on the CPU that run in another library
+_STATISTICS: Final = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
 _TRANSPOSED: Final = "MkldnnTranspose"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,13 @@ class Rates:
         flops_per_s: multiplications and additions of a large matrix product, in a second.
         bytes_per_s: bytes read and written by a large point-wise operator, in a second.
         operator_s: what calling an operator takes beside.
+        device_type: "cpu" or "cuda": how its memory is handed out, and what kernels take inside.
     """
 
     flops_per_s: float
     bytes_per_s: float
     operator_s: float = 5e-6
+    device_type: str = "cpu"
 
     @classmethod
     def measured(cls, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rates:
@@ -53,7 +58,7 @@ class Rates:
         product_s = _fastest(lambda: a @ b, torch.device(device))
         addition_s = _fastest(lambda: torch.add(x[0], 1, out=x[1]), torch.device(device))
         small_s = _fastest(lambda: few + 1, torch.device(device))
-        return cls(2 * size**3 / product_s, x.nbytes / addition_s, small_s)
+        return cls(2 * size**3 / product_s, x.nbytes / addition_s, small_s, torch.device(device).type)
 
     def seconds(self, flops: float, moved_bytes: int) -> float:
         """Of one operator."""
@@ -77,17 +82,22 @@ class Ledger(TorchDispatchMode):
     Attributes:
         live_bytes, peak_bytes: now, and at most since it was made, over those at the start.
         seconds: estimated, since it was made.
-        phases: what happened between calls of `mark`.
+        readings: what happened between calls of `mark`.
+        draws: whether random numbers were drawn.
+        written: storages that operators changed, of what was there before (see `selective.storages_of`).
     """
 
-    def __init__(self, rates: Rates, device: torch.device) -> None:
+    def __init__(self, rates: Rates) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self.seconds = 0.0
-        self.phases: list[Phase] = []
-        self._rates, self._block = rates, _CUDA_BLOCK if device.type == "cuda" else 1
+        self.readings: list[Reading] = []
+        self.draws = False
+        self.written: set[int] = set()
+        self._rates, self._block = rates, _CUDA_BLOCK if rates.device_type == "cuda" else 1
         self._sizes: dict[int, int] = {}  # bytes by storage; 0 for those that were there before
-        self._start_bytes = self._phase_peak_bytes = 0
+        self._start_bytes = self._start_peak_bytes = 0
+        self._start_s = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -96,11 +106,12 @@ class Ledger(TorchDispatchMode):
             self._enter(tensor, counted=False)
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self._note_effects(func, args, kwargs)
         new = not _aliases(func)
         for tensor in made:
             self._enter(tensor, counted=new)
         if new or func._schema.is_mutable:
-            self._reach(self.live_bytes + _inside_bytes(func, args, result))
+            self._reach(self.live_bytes + _inside_bytes(func, args, result, self._rates.device_type))
             moved = sum(map(_nbytes, given)) + sum(map(_nbytes, made))
             self.seconds += self._rates.seconds(flops_of(func, args, kwargs, result), moved)
         return result
@@ -108,8 +119,7 @@ class Ledger(TorchDispatchMode):
     def _enter(self, tensor: torch.Tensor, *, counted: bool) -> None:
         if tensor.layout is not torch.strided:
             return
-        storage = tensor.untyped_storage()
-        key = int(storage._cdata)
+        storage, key = tensor.untyped_storage(), _key(tensor)
         if key not in self._sizes:
             size = -(-storage.nbytes() // self._block) * self._block if counted else 0
             self._sizes[key] = size
@@ -122,13 +132,55 @@ class Ledger(TorchDispatchMode):
 
     def _reach(self, size: int) -> None:
         self.peak_bytes = max(self.peak_bytes, size)
-        self._phase_peak_bytes = max(self._phase_peak_bytes, size)
+        self._start_peak_bytes = max(self._start_peak_bytes, size)
 
-    def mark(self, name: str) -> None:
-        """End a phase here and call it `name`."""
-        net, peak = self.live_bytes - self._start_bytes, self._phase_peak_bytes - self._start_bytes
-        self.phases.append(Phase(name, net, max(peak, 0)))
-        self._start_bytes = self._phase_peak_bytes = self.live_bytes
+    def _note_effects(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        if func._schema.is_mutable:
+            named = {argument.name: n for n, argument in enumerate(func._schema.arguments) if _is_written(argument)}
+            targets = [args[n] if n < len(args) else kwargs.get(name) for name, n in named.items()]
+        elif func._schema.name in _STATISTICS and args[5]:
+            targets = list(args[3:5])  # running mean and variance, which its schema does not mention
+        else:
+            return
+        changed = (leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor))
+        self.written.update(key for key in map(_key, changed) if not self._sizes.get(key))
+
+    def mark(self) -> None:
+        """End a reading here."""
+        net, peak = self.live_bytes - self._start_bytes, self._start_peak_bytes - self._start_bytes
+        self.readings.append(Reading(net, max(peak, 0), self.seconds - self._start_s))
+        self._start_bytes = self._start_peak_bytes = self.live_bytes
+        self._start_s = self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class OnPaper:
+    """A gauge for fake tensors (see `profiler.Gauge`).
+
+    Attributes:
+        rates: how fast the device is.
+    """
+
+    rates: Rates
+
+    def bytes_of(self, job: Job[T]) -> tuple[list[Reading], T]:
+        """See `profiler.Gauge`; the seconds are estimates."""
+        with Ledger(self.rates) as ledger:
+            value = job(ledger.mark)
+        return ledger.readings, value
+
+    def seconds_of(self, job: Job[object]) -> list[float]:
+        """See `profiler.Gauge`."""
+        return [reading.seconds for reading in self.bytes_of(job)[0][1:]]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -165,13 +217,15 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 # ---- inside kernels
 
 
-def _inside_bytes(func: Any, args: Any, result: Any) -> int:
+def _inside_bytes(func: Any, args: Any, result: Any, device_type: str) -> int:
     """Bytes that a kernel holds at its fullest beside what it returns; see the module's docstring."""
     packet = func._overloadpacket
-    if packet is torch.ops.aten.convolution and args[0].device.type == "cpu":
+    if device_type != "cpu":
+        return 0
+    if packet is torch.ops.aten.convolution:
         x, weight, bias = args[:3]
         return _convolution_bytes(_backend(x, weight, bias, args[3:], bias), x, weight, bias, result)
-    if packet is torch.ops.aten.convolution_backward and args[1].device.type == "cpu":
+    if packet is torch.ops.aten.convolution_backward:
         grad, x, weight, bias_sizes = args[:4]
         backend = _backend(x, weight, None, args[4:10], bias_sizes)
         return _convolution_backward_bytes(backend, grad, x, weight, result)

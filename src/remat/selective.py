@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,7 +44,7 @@ _ATTENTION: Final = (
     "_scaled_dot_product_fused_attention_overrideable _flash_attention_forward _efficient_attention_forward"
 )
 _EXPENSIVE: Final = frozenset(f"{_PRODUCTS} {_CONVOLUTIONS} {_ATTENTION}".split())
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class _Traits(NamedTuple):

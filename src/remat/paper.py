@@ -1,0 +1,220 @@
+"""A chain on paper: what every block does and costs, worked out on fake tensors; nothing is allocated, nothing runs.
+
+Blocks are copied with fake tensors in the place of their own, and measured as real ones are, with the books of a
+`Ledger` in the place of meter and clock (see `estimate`, which says what these cannot see).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .ambient import Source
+from .blockcalls import ChainCall
+from .blockcosts import Subject, measured
+from .blocks import Block, Blocks
+from .chains import Chain
+from .errors import StepError
+from .estimate import Ledger, OnPaper, Rates
+from .recorded import can_need, detached, needs_gradient
+from .selective import storages_of
+from .survey import Kind, Known, own_of
+from .trees import Leaves, Structure, leaves_of
+
+_STREAM_BYTES: Final = 5056  # of PyTorch's on the CPU
+_NO_VALUES: Final = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+_STREAM: Final = Source(  # of random numbers: each draw gives it a new state
+    "random numbers",
+    lambda: torch.empty(_STREAM_BYTES, dtype=torch.uint8),
+    lambda _: None,
+    lambda *_: False,
+)
+
+
+def chain_on_paper(
+    functions: Sequence[Callable[..., Any]],
+    x: Any,
+    shared: tuple[Any, ...],
+    named: dict[str, Any],
+    rates: Rates,
+    seen: Callable[[], object] = lambda: None,
+) -> Chain:
+    """The chain of blocks, worked out.
+
+    Args:
+        functions: the blocks; their tensors may be real, fake or on the device "meta".
+        x: what the first one takes; likewise.
+        shared, named: what every block takes beside; likewise.
+        rates: how fast the device is, and of what type.
+        seen: called after each block.
+
+    Raises:
+        StepError: a block asks for the values of its tensors, or cannot be copied.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+        fakes = _Fakes(mode, rates.device_type)
+        fakes.take(functions, (x, shared, named))
+        blocks = [fakes.copy(function) for function in functions]
+        call = ChainCall(blocks, fakes.copy(x), fakes.copy(shared), fakes.copy(named))
+        known = _Desk(call, rates, seen).all()
+        return call.chain(known)
+
+
+class _Fakes:
+    """Fake tensors for real ones, the same for the same."""
+
+    def __init__(self, mode: FakeTensorMode, device_type: str) -> None:
+        self._mode, self._device = mode, device_type
+        self._memo: dict[int, Any] = {}  # as copy.deepcopy takes it
+        self._originals: list[Any] = []  # which it refers to by number only
+
+    def take(self, functions: Sequence[Callable[..., Any]], others: Any) -> None:
+        """Make the fakes of all tensors in sight."""
+        for tensor in (leaf for leaf in leaves_of(others) if isinstance(leaf, torch.Tensor)):
+            self._take(tensor)
+        for function in functions:
+            for tensor in Block(function).tensors:
+                self._take(tensor)
+
+    def _take(self, tensor: torch.Tensor) -> None:
+        if id(tensor) not in self._memo:
+            self._originals.append(tensor)
+            self._memo[id(tensor)] = self._fake(tensor)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Like it; on the device that is planned for where the tensor is on none."""
+        if tensor.layout is not torch.strided:
+            raise StepError(f"a tensor of layout {tensor.layout} cannot be worked out on paper; profile on the device")
+        device = self._device if tensor.device.type == "meta" else tensor.device
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        made.requires_grad_(tensor.requires_grad)
+        if tensor.is_leaf and tensor.grad is not None:
+            made.grad = torch.empty_like(made)
+        return made
+
+    def copy(self, value: Any) -> Any:
+        """A value with its tensors replaced."""
+        try:
+            return copy.deepcopy(value, self._memo)
+        except (TypeError, RuntimeError, NotImplementedError) as error:
+            raise StepError(
+                f"{type(value).__name__} cannot be copied ({error}), so it cannot be worked out on paper; profile it "
+                "on its device"
+            ) from None
+
+
+@dataclass(slots=True)
+class _Carry:
+    """What enters a block: leaves, of which those need a gradient that say so."""
+
+    structure: Structure
+    leaves: Leaves
+
+
+class _Desk:
+    """A walk along the chain, as `survey` does it, on fake tensors."""
+
+    def __init__(self, call: ChainCall, rates: Rates, seen: Callable[[], object]) -> None:
+        self.call, self.rates, self.seen = call, rates, seen
+        self._carry = _Carry(call.structure, call.carry)
+        self._known: dict[Hashable, tuple[Known, _Carry]] = {}
+
+    def all(self) -> list[Known]:
+        """What is known of every block."""
+        found = []
+        for block in self.call.blocks:
+            key = (block.key, Kind.of(self._carry.structure, self._carry.leaves))
+            if key not in self._known:
+                try:
+                    self._known[key] = self._look(block, self._carry)
+                except _NO_VALUES as error:
+                    raise StepError(
+                        f"block {block.name} asks for values of tensors, and on paper there are none ({error}); "
+                        "profile it on its device"
+                    ) from None
+            known, self._carry = self._known[key]
+            found.append(known)
+            self.seen()
+        return found
+
+    def _look(self, block: Block, entering: _Carry) -> tuple[Known, _Carry]:
+        carry = entering.leaves
+        memory = storages_of(_tensors(carry))
+        inner, stages = detached(carry), self._stages(block, entering)
+        versions = [leaf._version for leaf in _tensors(inner)]
+        with Ledger(self.rates) as ledger, torch.no_grad():
+            plain, _ = stages.run(0, inner, [], first=True)
+        copies = versions != [leaf._version for leaf in _tensors(inner)]
+        aliases = bool(memory & storages_of(_tensors(plain)))
+        after, _ = stages.run(0, [_used(leaf) for leaf in carry] if copies else carry, [], first=False)
+        needs = tuple(map(needs_gradient, after))
+        structure = stages.structures[1]
+        assert structure is not None
+        leaving = _Carry(structure, [_marked(leaf, need) for leaf, need in zip(detached(plain), needs, strict=True)])
+        del after, plain
+        sizes = _bytes(carry), _bytes(leaving.leaves)
+        stage, gradients = measured(
+            self._subject(block, entering, leaving, sizes, copies=copies, draws=ledger.draws),
+            self.call.surroundings,
+            OnPaper(self.rates),
+            0,
+        )
+        changed = ledger.written - memory
+        state_bytes = sum(tensor.nbytes for tensor in block.tensors if storages_of([tensor]) & changed)
+        kind = Kind.of(structure, leaving.leaves)
+        draws = frozenset({0}) if ledger.draws else frozenset[int]()
+        known = Known(kind, *sizes, copies, aliases, False, (), state_bytes, draws, stage, tuple(gradients))
+        return known, leaving
+
+    def _stages(self, block: Block, entering: _Carry) -> Blocks:
+        return Blocks([block.function], entering.structure, [()], self.call.arguments, self.call.keywords)
+
+    def _subject(
+        self, block: Block, entering: _Carry, leaving: _Carry, sizes: tuple[int, int], *, copies: bool, draws: bool
+    ) -> Subject:
+        needs = [needs_gradient(leaf) for leaf in leaving.leaves]
+        return Subject(
+            stages=self._stages(block, entering),
+            carry=entering.leaves,
+            carry_bytes=sizes[0],
+            leaving_bytes=sizes[1],
+            needs=needs,
+            leaving=[leaf if need else None for leaf, need in zip(leaving.leaves, needs, strict=True)],
+            captured=[*own_of(block, self.call.shared), *self.call.shared],
+            shared=len(self.call.shared),
+            copies=copies,
+            grad_mode=False,
+            sources=(),
+            streams=(_STREAM,) if draws else (),
+        )
+
+
+def _tensors(leaves: Leaves) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _used(leaf: Any) -> Any:
+    """A leaf that may be changed in place."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _marked(leaf: Any, need: bool) -> Any:
+    return leaf.requires_grad_() if need and can_need(leaf) else leaf
+
+
+def _bytes(leaves: Leaves) -> int:
+    """Bytes of leaves, memory that several share once."""
+    memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _tensors(leaves)}
+    return sum(memory.values())

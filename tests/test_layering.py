@@ -54,6 +54,8 @@ LAYERS = {
         "fitting",
         "knowledge",
         "layered",
+        "paper",
+        "profiling",
         "recurrent",
         "scan",
         "sequential",

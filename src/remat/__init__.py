@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from .errors import RematError as RematError
     from .errors import StepError as StepError
     from .errors import UnsupportedChain as UnsupportedChain
+    from .estimate import Rates as Rates
     from .fit import fit as fit
     from .meter import Measurement as Measurement
     from .meter import measure as measure
     from .plans import Plan as Plan
     from .plans import plan as plan
+    from .profiling import profile as profile
     from .recurrent import recurrent as recurrent
     from .scan import plan_scan as plan_scan
     from .scan import scan as scan
@@ -42,6 +44,7 @@ _HOMES: Final = {
     "InfeasibleBudget": "errors",
     "Measurement": "meter",
     "Plan": "plans",
+    "Rates": "estimate",
     "RematError": "errors",
     "Sequential": "sequential",
     "Stage": "chains",
@@ -52,6 +55,7 @@ _HOMES: Final = {
     "fit": "fit",
     "measure": "meter",
     "plan": "plans",
+    "profile": "profiling",
     "plan_chain": "chain",
     "plan_scan": "scan",
     "recurrent": "recurrent",
@@ -65,6 +69,7 @@ __all__ = [
     "InfeasibleBudget",
     "Measurement",
     "Plan",
+    "Rates",
     "RematError",
     "Sequential",
     "Stage",
@@ -79,6 +84,7 @@ __all__ = [
     "plan",
     "plan_chain",
     "plan_scan",
+    "profile",
     "recurrent",
     "scan",
     "tradeoff",

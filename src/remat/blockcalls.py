@@ -96,8 +96,8 @@ class ChainCall:
         """How many blocks there are."""
         return len(self.blocks)
 
-    def surveyed(self) -> list[Known]:
-        """What is known of every block, by looking at those that are new.
+    def surveyed(self, seen: Callable[[], object] = lambda: None) -> list[Known]:
+        """What is known of every block, by looking at those that are new; calls `seen` after each.
 
         Raises:
             StepError, MissedTensors: as `survey`.
@@ -113,6 +113,7 @@ class ChainCall:
             streams=self.streams,
             surroundings=self.surroundings,
             gauge=OnDevice(self.device),
+            seen=seen,
         )
         with torch.enable_grad():
             return by_itself(job, self.surroundings)

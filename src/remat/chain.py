@@ -67,7 +67,7 @@ def chain(
     functions = list(blocks)
     if not torch.is_grad_enabled() or is_transformed(_tensors(functions, x, shared, shared_kwargs)):
         return _plain(functions, x, shared, shared_kwargs)
-    front = _front(functions, x, shared, shared_kwargs)
+    front = front_of(functions, x, shared, shared_kwargs)
     x = _plain(functions[:front], x, shared, shared_kwargs)
     if front == len(functions):
         return x
@@ -102,7 +102,7 @@ def plan_chain(
         As `chain`; and StepError if nothing needs a gradient, so that there is nothing to plan.
     """
     functions = list(blocks)
-    front = _front(functions, x, shared, shared_kwargs)
+    front = front_of(functions, x, shared, shared_kwargs)
     if front == len(functions):
         raise StepError("no block needs a gradient, so nothing is kept and there is nothing to plan")
     x = untraced(functions[:front], x, shared, shared_kwargs)
@@ -123,7 +123,7 @@ def _plain(functions: Sequence[Callable[..., Any]], x: Any, shared: tuple[Any, .
     return x
 
 
-def _front(functions: Sequence[Callable[..., Any]], x: Any, shared: tuple[Any, ...], named: dict[str, Any]) -> int:
+def front_of(functions: Sequence[Callable[..., Any]], x: Any, shared: tuple[Any, ...], named: dict[str, Any]) -> int:
     """How many blocks in front need no gradient: nothing of them has to be kept, so they are just run."""
     if in_need(leaves_of((x, shared, named))):
         return 0

@@ -6,7 +6,9 @@ more. It stands in for the meter and the clock of `profiler` when tensors are fa
 
 What it cannot see is what kernels allocate inside themselves. On the CPU that is exact but for convolutions, whose
 library copies its operands into layouts of its own; those copies are in the books by a formula. Other kernels' buffers
-(per thread, a few KiB) and on CUDA the workspaces that cuDNN and cuBLAS choose are not.
+(per thread, a few KiB), the workspace of fused recurrent layers, and on CUDA what cuDNN and cuBLAS choose are not.
+Autograd adds up gradients of fake tensors out of place, of real ones in place; so one more gradient of a parameter that
+several stages share may be in the books of a backward.
 """
 
 from __future__ import annotations
@@ -101,6 +103,8 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # questions about a tensor
+            return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for tensor in given:
             self._enter(tensor, counted=False)
@@ -123,8 +127,8 @@ class Ledger(TorchDispatchMode):
         if key not in self._sizes:
             size = -(-storage.nbytes() // self._block) * self._block if counted else 0
             self._sizes[key] = size
-            self._reach(self.live_bytes + size)
             self.live_bytes += size
+            self._reach(self.live_bytes)
             weakref.finalize(storage, self._leave, key).atexit = False
 
     def _leave(self, key: int) -> None:
@@ -146,10 +150,10 @@ class Ledger(TorchDispatchMode):
         changed = (leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor))
         self.written.update(key for key in map(_key, changed) if not self._sizes.get(key))
 
-    def mark(self) -> None:
+    def mark(self, name: str = "") -> None:
         """End a reading here."""
         net, peak = self.live_bytes - self._start_bytes, self._start_peak_bytes - self._start_bytes
-        self.readings.append(Reading(net, max(peak, 0), self.seconds - self._start_s))
+        self.readings.append(Reading(net, max(peak, 0), self.seconds - self._start_s, name))
         self._start_bytes = self._start_peak_bytes = self.live_bytes
         self._start_s = self.seconds
 

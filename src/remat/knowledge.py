@@ -17,6 +17,7 @@ from .ambient import States, by_itself, recomputing, refuse_kept
 from .budgets import agreed_budget_bytes
 from .calls import Call, Nature
 from .captures import reached_leaves
+from .chains import Chain
 from .compiling import traced_step
 from .errors import InfeasibleBudget, StepError
 from .kept import left_alone
@@ -25,7 +26,7 @@ from .mutable import note_moving, refuse_changes
 from .needs import Flags, Needed, could_need, flags_of, united
 from .planners.room import smallest
 from .plans import Plan, plan
-from .profiler import STEPS, Costs, OnDevice, Trial, profile
+from .profiler import ROUNDS, STEPS, Costs, Gauge, OnDevice, Trial, profile
 from .recorded import can_need, copied, detached, needs_gradient, places_of, sequence_number, versions_of
 from .schedules import Advance
 from .traced.traced import Traced
@@ -106,13 +107,28 @@ def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature,
 
 def _planned(call: Call, nature: Nature, limit: int, planner: str) -> tuple[Nature, Plan]:
     key, remarks = _trace(call, nature)
+    chain = _chain(call, nature, limit, key)
+    like = *key, remarks, call.length, chain.input_gradient_bytes, call.inputs.owned_bytes, limit, planner
+    return nature, _plans.recall(like, lambda: replace(plan(chain, limit, planner), remarks=remarks))
+
+
+def chain_of(call: Call, limit: int) -> Chain:
+    """The call's steps as a chain, measured within so many bytes or remembered.
+
+    Raises:
+        StepError, MissedTensors: as `nature_of`.
+    """
+    nature = nature_of(call)
+    return _chain(call, nature, limit, _trace(call, nature)[0])
+
+
+def _chain(call: Call, nature: Nature, limit: int, key: Hashable) -> Chain:
     gradients = sum(leaf.nbytes for leaf in call.inputs.tensors() if leaf.requires_grad)
     costs = _costs.recall(key, lambda: _menu_costs(call, nature, limit, gradients))
     chain = costs.chain(call.length, gradients)
     if call.inputs.owned_bytes:
         chain = msgspec.structs.replace(chain, output_bytes=chain.output_bytes + call.inputs.owned_bytes)
-    like = *key, remarks, call.length, gradients, call.inputs.owned_bytes, limit, planner
-    return nature, _plans.recall(like, lambda: replace(plan(chain, limit, planner), remarks=remarks))
+    return chain
 
 
 def _trace(call: Call, nature: Nature) -> tuple[tuple[Hashable, ...], tuple[tuple[str, str], ...]]:
@@ -136,11 +152,11 @@ def _trace(call: Call, nature: Nature) -> tuple[tuple[Hashable, ...], tuple[tupl
 def _menu_costs(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) -> Costs:
     """The costs of one step, with every entry of its menu if it has one."""
     if call.traced is None:
-        return _measure(call, nature, limit, input_gradient_bytes)
+        return measure_step(call, nature, limit, input_gradient_bytes, OnDevice(call.device))
     found = []
     for entry in range(len(call.traced.menu)):
         call.entry = entry
-        found.append(_measure(call, nature, limit, input_gradient_bytes))
+        found.append(measure_step(call, nature, limit, input_gradient_bytes, OnDevice(call.device)))
     call.entry = 0
     names = [menu.entry.name for menu in call.traced.menu]
     tapes = [msgspec.structs.replace(costs.stage.menu[0], name=name) for name, costs in zip(names, found, strict=True)]
@@ -149,7 +165,9 @@ def _menu_costs(call: Call, nature: Nature, limit: int, input_gradient_bytes: in
     return replace(found[0], stage=stage, state_bytes=found[0].state_bytes + shared)
 
 
-def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) -> Costs:
+def measure_step(
+    call: Call, nature: Nature, limit: int, input_gradient_bytes: int, gauge: Gauge, *, rounds: int = ROUNDS
+) -> Costs:
     """The costs of one step, measured in small runs on copies of the carry."""
     nature = replace(nature, settled=True, orbit=(nature.needed[:2],))  # the most there can be
     loop = call.loop(Outputs(STEPS), call.carry, call.inputs.leaves)
@@ -174,7 +192,7 @@ def _measure(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) 
     def measured() -> Costs:
         watching = States(call.sources, call.streams | nature.needed.changes)
         with torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
-            return profile(start, nature.sizes, OnDevice(call.device), room_bytes)
+            return profile(start, nature.sizes, gauge, room_bytes, rounds=rounds)
 
     return by_itself(measured, call.surroundings)
 

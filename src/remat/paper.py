@@ -7,7 +7,9 @@ Blocks are copied with fake tensors in the place of their own, and measured as r
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,12 +21,18 @@ from .ambient import Source
 from .blockcalls import ChainCall
 from .blockcosts import Subject, measured
 from .blocks import Block, Blocks
+from .calls import Call, Nature
+from .captures import reach
 from .chains import Chain
 from .errors import StepError
 from .estimate import Ledger, OnPaper, Rates
-from .recorded import can_need, detached, needs_gradient
+from .inputs import Inputs
+from .knowledge import measure_step
+from .needs import Flags, Needed, flags_of, united
+from .recorded import can_need, copied, detached, needs_gradient
 from .selective import storages_of
-from .survey import Kind, Known, own_of
+from .silence import silence
+from .survey import Kind, Known, used_by
 from .trees import Leaves, Structure, leaves_of
 
 _STREAM_BYTES: Final = 5056  # of PyTorch's on the CPU
@@ -33,6 +41,7 @@ _NO_VALUES: Final = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
 )
+_AMPLE: Final = 1 << 62  # bytes
 _STREAM: Final = Source(  # of random numbers: each draw gives it a new state
     "random numbers",
     lambda: torch.empty(_STREAM_BYTES, dtype=torch.uint8),
@@ -47,6 +56,8 @@ def chain_on_paper(
     shared: tuple[Any, ...],
     named: dict[str, Any],
     rates: Rates,
+    *,
+    front: int = 0,
     seen: Callable[[], object] = lambda: None,
 ) -> Chain:
     """The chain of blocks, worked out.
@@ -56,18 +67,89 @@ def chain_on_paper(
         x: what the first one takes; likewise.
         shared, named: what every block takes beside; likewise.
         rates: how fast the device is, and of what type.
+        front: so many blocks need no gradient; they are run before, and are no part of the chain.
         seen: called after each block.
 
     Raises:
         StepError: a block asks for the values of its tensors, or cannot be copied.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), silence():
         fakes = _Fakes(mode, rates.device_type)
         fakes.take(functions, (x, shared, named))
         blocks = [fakes.copy(function) for function in functions]
-        call = ChainCall(blocks, fakes.copy(x), fakes.copy(shared), fakes.copy(named))
-        known = _Desk(call, rates, seen).all()
-        return call.chain(known)
+        x, shared, named = (fakes.copy(value) for value in (x, shared, named))
+        with torch.no_grad():
+            for block in blocks[:front]:
+                x = block(x, *shared, **named)
+        call = ChainCall(blocks[front:], x, shared, named)
+        return call.chain(_Desk(call, rates, seen).all())
+
+
+def step_on_paper(step: Callable[[Any, Any], Any], carry: Any, xs: Any, length: int | None, rates: Rates) -> Chain:
+    """The chain of a step, worked out.
+
+    Args:
+        step, carry, xs, length: as `remat.scan` takes them; tensors as `chain_on_paper` does.
+        rates: how fast the device is, and of what type.
+
+    Raises:
+        StepError: as `chain_on_paper`.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), silence():
+        fakes = _Fakes(mode, rates.device_type)
+        fakes.take([step], (carry, xs))
+        step, carry, xs = (fakes.copy(part) for part in (step, carry, xs))
+        call = Call(step, carry, Inputs(xs, length))
+        try:
+            nature = _nature(call, rates)
+            gradients = sum(leaf.nbytes for leaf in call.inputs.tensors() if leaf.requires_grad)
+            costs = measure_step(call, nature, _AMPLE, gradients, OnPaper(rates), rounds=1)
+        except _NO_VALUES as error:
+            raise _needs_values("the step", error) from None
+        return costs.chain(call.length, gradients)
+
+
+def _nature(call: Call, rates: Rates) -> Nature:
+    """What the step does; what it changes beside its carry become the call's sources."""
+    loop = call.loop(None, call.carry, call.inputs.leaves)
+    inner, memory = copied(detached(call.carry)), storages_of(_tensors(call.carry))
+    versions = [leaf._version for leaf in _tensors(inner)]
+    with Ledger(rates) as ledger, torch.no_grad():
+        loop.run(0, inner, loop.inputs(0, recording=False), first=True)
+    copies = versions != [leaf._version for leaf in _tensors(inner)]
+    needs, orbit = flags_of(call.carry), list[tuple[Flags, Flags]]()
+    while True:  # until nothing more comes to need a gradient
+        leaves = [_marked(leaf, need) for leaf, need in zip(copied(detached(call.carry)), needs, strict=True)]
+        after, outputs = loop.run(0, list(map(_used, leaves)), loop.inputs(0, recording=True), first=False)
+        orbit.append((flags_of(after), flags_of(outputs)))
+        wider = united((needs, orbit[-1][0]))
+        if wider == needs:
+            break
+        needs = wider
+    changed = ledger.written - memory
+    buffers = [tensor for tensor in reach(call.step).tensors if storages_of([tensor]) & changed]
+    call.sources = (*[_STREAM] * ledger.draws, *map(_buffer_source, buffers))
+    call.streams = frozenset()
+    return Nature(
+        needed=Needed(needs, united(flags for _, flags in orbit), frozenset(range(len(call.sources)))),
+        orbit=tuple(orbit),
+        settled=True,
+        copies=copies,
+        grad_mode=False,
+        carry_bytes=tuple(leaf.nbytes if isinstance(leaf, torch.Tensor) else 0 for leaf in after),
+        output_bytes=tuple(leaf.nbytes if isinstance(leaf, torch.Tensor) else 0 for leaf in outputs),
+        moved_bytes=_bytes(after),
+    )
+
+
+def _buffer_source(buffer: torch.Tensor) -> Source:
+    return Source("a buffer", lambda: buffer.detach().clone(), lambda _: None, lambda *_: False)
+
+
+def _needs_values(what: str, error: Exception) -> StepError:
+    return StepError(
+        f"{what} asks for values of tensors, and on paper there are none ({error}); profile it on its device"
+    )
 
 
 class _Fakes:
@@ -105,7 +187,9 @@ class _Fakes:
         return made
 
     def copy(self, value: Any) -> Any:
-        """A value with its tensors replaced."""
+        """A value with its tensors replaced; a function with those that it closes over."""
+        if isinstance(value, types.FunctionType):
+            return self._copy_of_function(value)
         try:
             return copy.deepcopy(value, self._memo)
         except (TypeError, RuntimeError, NotImplementedError) as error:
@@ -113,6 +197,20 @@ class _Fakes:
                 f"{type(value).__name__} cannot be copied ({error}), so it cannot be worked out on paper; profile it "
                 "on its device"
             ) from None
+
+    def _copy_of_function(self, function: types.FunctionType) -> types.FunctionType:
+        made: types.FunctionType | None = self._memo.get(id(function))
+        if made is None:
+            cells = tuple(types.CellType() for _ in function.__closure__ or ())
+            made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells or None)
+            self._memo[id(function)] = made
+            self._originals.append(function)
+            made.__defaults__ = self.copy(function.__defaults__)
+            made.__kwdefaults__ = self.copy(function.__kwdefaults__)
+            for cell, old in zip(cells, function.__closure__ or (), strict=True):
+                with suppress(ValueError):  # it has nothing in it yet
+                    cell.cell_contents = self.copy(old.cell_contents)
+        return made
 
 
 @dataclass(slots=True)
@@ -135,15 +233,13 @@ class _Desk:
         """What is known of every block."""
         found = []
         for block in self.call.blocks:
-            key = (block.key, Kind.of(self._carry.structure, self._carry.leaves))
+            summed = tuple(id(tensor) in self.call.summed for tensor in block.captured)
+            key = (block.key, summed, Kind.of(self._carry.structure, self._carry.leaves))
             if key not in self._known:
                 try:
                     self._known[key] = self._look(block, self._carry)
                 except _NO_VALUES as error:
-                    raise StepError(
-                        f"block {block.name} asks for values of tensors, and on paper there are none ({error}); "
-                        "profile it on its device"
-                    ) from None
+                    raise _needs_values(f"block {block.name}", error) from None
             known, self._carry = self._known[key]
             found.append(known)
             self.seen()
@@ -185,6 +281,7 @@ class _Desk:
         self, block: Block, entering: _Carry, leaving: _Carry, sizes: tuple[int, int], *, copies: bool, draws: bool
     ) -> Subject:
         needs = [needs_gradient(leaf) for leaf in leaving.leaves]
+        captured = used_by(block, self.call.shared, self.call.summed)
         return Subject(
             stages=self._stages(block, entering),
             carry=entering.leaves,
@@ -192,8 +289,9 @@ class _Desk:
             leaving_bytes=sizes[1],
             needs=needs,
             leaving=[leaf if need else None for leaf, need in zip(leaving.leaves, needs, strict=True)],
-            captured=[*own_of(block, self.call.shared), *self.call.shared],
-            shared=len(self.call.shared),
+            devices=[leaf.device if need else None for leaf, need in zip(leaving.leaves, needs, strict=True)],
+            captured=captured,
+            summed=sum(id(tensor) in self.call.summed for tensor in captured),
             copies=copies,
             grad_mode=False,
             sources=(),

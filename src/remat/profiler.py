@@ -62,18 +62,19 @@ _IN_PAIRS: Final[tuple[Action, ...]] = (
     Record(0, 1),
     Backward(0, 1),
 )
-_ROUNDS: Final = 3
+ROUNDS: Final = 3
 _WORTH: Final = 15 / 16  # of a whole tape, carry included: a selective one keeps less, or is left out
 T = TypeVar("T")
 Job = Callable[[Callable[[], object]], T]
 
 
 class Reading(NamedTuple):
-    """What happened between two marks: bytes gained, the most over those at the first, and seconds."""
+    """What happened between two marks: bytes gained, the most over those at the first, and seconds; its name if any."""
 
     net_bytes: int
     peak_bytes: int
     seconds: float
+    name: str = ""
 
 
 class Gauge(Protocol):
@@ -196,7 +197,7 @@ def profile(
     gauge: Gauge,
     room_bytes: Callable[[Costs], int],
     *,
-    rounds: int = _ROUNDS,
+    rounds: int = ROUNDS,
     selective: bool = False,
 ) -> Costs:
     """Measure one step.

@@ -102,6 +102,7 @@ def survey(
     streams: tuple[Source, ...],
     surroundings: Surroundings,
     gauge: Gauge,
+    seen: Callable[[], object] = lambda: None,
 ) -> list[Known]:
     """What is known of every block, in order; leaves no trace.
 
@@ -114,13 +115,14 @@ def survey(
         streams: random streams that blocks may draw from.
         surroundings: the settings to run under.
         gauge: what measures bytes and seconds.
+        seen: called after each block.
 
     Raises:
         StepError: a block does what a chain cannot follow.
         MissedTensors: a block uses tensors that are not known.
     """
     walk = _Walk(blocks, structure, carry, arguments, keywords, shared, summed, streams, surroundings, gauge)
-    return walk.all()
+    return walk.all(seen)
 
 
 class _Walk:
@@ -150,7 +152,7 @@ class _Walk:
         around = tuple(map(_kind, places.flatten((arguments, keywords))))
         self._around = (places, around, surroundings.key(), torch.get_num_threads(), gauge)
 
-    def all(self) -> list[Known]:
+    def all(self, seen: Callable[[], object]) -> list[Known]:
         """What is known of every block."""
         found: list[Known] = []
         for block in self.blocks:
@@ -164,6 +166,7 @@ class _Walk:
                 _known[key] = known
             found.append(known)
             self._kind = known.leaving
+            seen()
         return found
 
     def _look(self, block: Block, before: list[Known]) -> Known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def needs_of(optimizer: torch.optim.Optimizer) -> Needs:
         setattr(twin, hooks, OrderedDict())
     with mode:
         twin.param_groups = [{**g, "params": [_fake(p, mode) for p in g["params"]]} for g in optimizer.param_groups]
-        ledger = Ledger(_RATES, device)
+        ledger = Ledger(replace(_RATES, device_type=device.type))
         with ledger:
             type(twin).step(twin)
         state = sum(_bytes(value) for of in twin.state.values() for value in _values(of))

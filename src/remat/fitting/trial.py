@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -121,7 +121,7 @@ class Trials:
 
     def books(self, loops: Sequence[Loop]) -> Ledger:
         """The books of a training step, with the loops answered by stand-ins that cost nothing."""
-        ledger = Ledger(_RATES, self.device)
+        ledger = Ledger(replace(_RATES, device_type=self.device.type))
         anchor = torch.zeros((), requires_grad=True)
 
         def answer(number: int, gathered: Gathered) -> Sequence[Tensor]:
@@ -133,7 +133,7 @@ class Trials:
 
     def plain(self) -> Ledger:
         """The books of the plain training step."""
-        ledger = Ledger(_RATES, self.device)
+        ledger = Ledger(replace(_RATES, device_type=self.device.type))
         self._step(ledger, None, torch.zeros((), requires_grad=True))
         return ledger
 
@@ -206,7 +206,7 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
 
 def _outside(ledger: Ledger) -> tuple[Phase, ...]:
     level, found = 0, []
-    for phase in ledger.phases:
+    for phase in ledger.readings:
         peak, level = level + phase.peak_bytes, level + phase.net_bytes
         kind, number, arriving = phase.name.split()
         found.append(Phase(peak, level, None if kind == "end" else int(number), kind == "backward", int(arriving)))

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .errors import StepError as StepError
     from .errors import UnsupportedChain as UnsupportedChain
     from .estimate import Rates as Rates
+    from .explain import Explanation as Explanation
+    from .explain import explain as explain
     from .fit import fit as fit
     from .meter import Measurement as Measurement
     from .meter import measure as measure
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
     from .tradeoff import tradeoff as tradeoff
 
 _HOMES: Final = {
+    "explain": "explain",
     "is_recomputing": "ambient",
     "Chain": "chains",
+    "Explanation": "explain",
     "FitError": "errors",
     "InfeasibleBudget": "errors",
     "Measurement": "meter",
@@ -65,6 +69,7 @@ _HOMES: Final = {
 
 __all__ = [
     "Chain",
+    "Explanation",
     "FitError",
     "InfeasibleBudget",
     "Measurement",
@@ -78,6 +83,7 @@ __all__ = [
     "UnsupportedChain",
     "__version__",
     "chain",
+    "explain",
     "fit",
     "is_recomputing",
     "measure",

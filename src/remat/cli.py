@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from . import __version__, options, problems, reporting
+from . import __version__, memory, options, problems, reporting
 from .chains import Chain
 from .errors import InfeasibleBudget, RematError, UnsupportedChain
 from .options import option
@@ -310,6 +310,9 @@ def _figures(
     with options.writing("--out", str(out)):
         for number, (name, finding) in enumerate(reproduce(out, quick=quick), 1):
             print(f"{number}/{len(NAMES)} {name}: {finding}", flush=True)
+
+
+app.command("memory")(memory.command)
 
 
 if __name__ == "__main__":

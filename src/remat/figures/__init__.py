@@ -33,14 +33,19 @@ def reproduce(out: Path, *, quick: bool = False, measured: bool = True) -> Itera
         RematError: an exact cost exceeds its bound, which cannot be.
     """
     for name, make in _THEORY.items():
-        yield name, _write(out / name, make(quick))
+        yield name, save(out / name, make(quick))
     if measured:
         from .measured import lengths  # torch, which no other figure needs
 
-        yield _MEASURED, _write(out / _MEASURED, lengths(quick))
+        yield _MEASURED, save(out / _MEASURED, lengths(quick))
 
 
-def _write(path: Path, figure: Figure) -> str:
+def save(path: Path, figure: Figure) -> str:
+    """Write NAME.png and NAME.csv; returns what the figure shows, in one line.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     figure.save(path.with_suffix(".png"))
     with open(path.with_suffix(".csv"), "w", encoding="utf-8", newline="") as file:
         file.write(f"# {figure.source}. {figure.note}\n")

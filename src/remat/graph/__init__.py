@@ -22,5 +22,7 @@ dropout     dropout to eager's bits, its mask in bytes
 emission    an order as two FX graphs
 lowering    an FX graph as straight-line Python that frees as it goes
 gates       gradients handed to autograd as early as it would make them
+tracing     the joint graph of a model, nothing run
+table       Chen's table: bytes and time of every way to run the step                            (no torch)
 backend     `torch.compile(model, backend="remat")`
 """

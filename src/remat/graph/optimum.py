@@ -12,8 +12,9 @@ times as long.) Of stage t
     U[t, k]     bytes alive before node k would run in it
 
 Views cost nothing and are left out: who reads a view reads its storages. The turn from forward to backward is a node
-too: it needs the outputs and allocates the tangents. Every variable but U is 0 or 1, so n nodes take some n² variables:
-this is for graphs of some thirty nodes that take time.
+too: it needs the outputs and allocates the tangents. What draws under a state that would have to be kept runs once.
+Every variable but U is 0 or 1, so n nodes take some n² variables: this is for graphs of some thirty nodes that take
+time.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ class _Problem:
             tuple(tangents if k < 0 else node.fresh for k, node in zip(order, real, strict=True)),
             tuple(0.0 if k < 0 else node.seconds for k, node in zip(order, real, strict=True)),
             tuple(0 if k < 0 else node.workspace_bytes for k, node in zip(order, real, strict=True)),
-            tuple(k >= 0 and node.kind.repeatable for k, node in zip(order, real, strict=True)),
+            tuple(
+                k >= 0 and node.kind.repeatable and not node.state_bytes for k, node in zip(order, real, strict=True)
+            ),
             pinned,
         )
 

@@ -1005,6 +1005,18 @@ def the_same_tensor_twice_of_which_one_stays(steps: int) -> Program:
 
 
 @program
+def inputs_that_become_the_carry_now_and_then(steps: int) -> Program:
+    w, xs = leaf(H, H), leaf(steps, B, H)
+
+    def step(c: tuple[Tensor, Tensor, int], x: Tensor) -> tuple[Any, Tensor]:
+        h, kept, t = c
+        h = torch.tanh(h @ w + kept)
+        return (h, x if t % 5 == 3 else x.detach(), t + 1), kept * 2
+
+    return Program(step, (torch.zeros(B, H), torch.zeros(B, H), 0), xs, wrt={"w": w, "xs": xs})
+
+
+@program
 def a_gradient_that_goes_round(steps: int) -> Program:
     h = leaf(B, H)
 

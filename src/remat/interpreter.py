@@ -213,7 +213,7 @@ class Interpreter:
         shared: tuple[tuple[int, int], ...] = ()
         with self._running(action.start, action.stop) as first, torch.set_grad_enabled(grad_mode):
             for index in range(action.start, action.stop):
-                carry, outputs = stages.run(index, carry, stages.inputs(index, recording=False), first=first)
+                carry, outputs = stages.run(index, carry, stages.inputs(index, recording=grad_mode), first=first)
                 if index == last:
                     shared = shared_leaves(outputs, carry)
                 if grad_mode:

@@ -249,8 +249,8 @@ class _Scan(torch.autograd.Function):
         outputs = Outputs(call.length)
         try:
             run, loop, carry = _forward(call, nature, made, states, outputs, tensors)
-            run.settle()
             call.check_needs(loop, nature)
+            run.settle()
         except _RESTARTS:
             states.rewind()
             raise

@@ -118,20 +118,9 @@ def lstm() -> tuple[Any, Any, Tensor]:
     return step, start, torch.randn(40, 16, 32)
 
 
-def residual_step() -> tuple[Any, Any, Tensor]:
-    layer = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh())
-
-    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = h + layer(x)
-        return h, h
-
-    return step, torch.zeros(64, 64), torch.randn(20, 64, 64, requires_grad=True)
-
-
-@pytest.mark.parametrize("make", [lstm, residual_step])
-def test_steps_on_paper(make: Callable[[], tuple[Any, Any, Tensor]]) -> None:
+def test_a_step_on_paper() -> None:
     torch.manual_seed(8)
-    step, carry, xs = make()
+    step, carry, xs = lstm()
     measured = remat.profile(step, carry=carry, xs=xs)
     paper = remat.profile(step, carry=carry, xs=xs, device="meta", rates=RATES)
     assert_close(paper, measured, over_bytes=measured.parameter_gradient_bytes)  # fake gradients add up out of place

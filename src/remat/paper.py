@@ -156,7 +156,9 @@ class _Fakes:
     """Fake tensors for real ones, the same for the same."""
 
     def __init__(self, mode: FakeTensorMode, device_type: str) -> None:
-        self._mode, self._device = mode, device_type
+        # Autograd cannot run on fake tensors of a device that this build of PyTorch lacks: then the CPU stands in.
+        here = device_type == "cpu" or torch.cuda.is_available()
+        self._mode, self._device = mode, device_type if here else "cpu"
         self._memo: dict[int, Any] = {}  # as copy.deepcopy takes it
         self._originals: list[Any] = []  # which it refers to by number only
 

@@ -51,7 +51,8 @@ def profile(
 
     With `device="meta"`, or where tensors are fake or on that device, all is worked out on paper instead: nothing is
     allocated and no kernel runs, and a network can be planned that does not fit. See `remat.Rates` for the seconds;
-    bytes are exact but for what kernels allocate inside (see `remat.estimate`).
+    bytes are exact but for what kernels allocate inside (see `remat.estimate`). A stage whose results differ in their
+    last bits where autograd is off is advanced with it on, which takes more workspace; that needs values to be seen.
 
     Args:
         work: blocks, or with `carry` the step `(carry, x) -> (carry, y)`.

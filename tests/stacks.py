@@ -94,6 +94,21 @@ class Residual(nn.Module):
         return x + self.drop(self.outer(torch.relu(self.inner(self.norm(x)))))
 
 
+class Convolutions(nn.Module):
+    """A pre-activation residual block with batch norm."""
+
+    def __init__(self, entering: int, leaving: int, stride: int = 1) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm2d(entering), nn.BatchNorm2d(leaving)])
+        self.first = nn.Conv2d(entering, leaving, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(leaving, leaving, 3, 1, 1, bias=False)
+        self.short = nn.Conv2d(entering, leaving, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.norms[0](x))
+        return self.second(torch.relu(self.norms[1](self.first(h)))) + self.short(h)
+
+
 @stack
 def multilayer_perceptron() -> Program:
     x = leaf(B, D)

@@ -100,7 +100,7 @@ class Call:
         streams: the random streams among them, by number.
         places: where the step keeps tensors with gradients beside its carry; their contents are its last leaves.
         entry: the entry of the traced step's menu that entry 0 of a schedule means.
-        compiled: whether the step should be traced and run as a graph; "require", if it has to.
+        compiled: whether the step should be traced and run as a graph, and how.
         traced: that graph, once there is one.
         reached: all tensors that the walk from the step finds, if it should be traced.
         uses_arrays: whether it finds NumPy arrays.

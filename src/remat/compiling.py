@@ -9,6 +9,8 @@ from .ambient import States, by_itself, recomputing
 from .calls import Call, Nature
 from .inputs import Column
 from .recorded import can_need, copied, detached
+from .traced.fusing import compiler_at_hand, fused
+from .traced.lowering import lowered
 from .traced.stages import TracedStages
 from .traced.traced import Traced
 from .traced.tracing import NotTraceable, Problem
@@ -21,10 +23,14 @@ def traced_step(call: Call, nature: Nature) -> Traced | str:
     if reason is not None:
         return reason
 
+    fuse = call.compiled != "python" and compiler_at_hand()
+    if call.compiled == "inductor" and not fuse:
+        return "there is no C++ compiler for Inductor"
+
     def work() -> Traced:
         states = States(call.sources, call.streams | nature.needed.changes)
         with recomputing(), states.undisturbed(), call.surroundings.own_cast_cache():
-            traced = Traced(_problem(call, nature))
+            traced = Traced(_problem(call, nature), fused if fuse else lowered)
             _compare(call, nature, traced, states)
             return traced
 

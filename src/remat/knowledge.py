@@ -139,13 +139,13 @@ def _trace(call: Call, nature: Nature) -> tuple[tuple[Hashable, ...], tuple[tupl
     """
     if not call.compiled:
         return (call.key(), nature), ()
-    key = call.exact_key(), nature
+    key = call.exact_key(), nature, call.compiled
     found = _traced.recall(key, lambda: traced_step(call, nature))
     if isinstance(found, Traced):
         call.traced = found
         return key, (("step", "runs as a graph, traced once: gradients are the plain loop's up to rounding"),)
-    if call.compiled == "require":
-        raise StepError(f"the step cannot run as a graph (compile='require'): {found}")
+    if isinstance(call.compiled, str):
+        raise StepError(f"the step cannot run as a graph (compile={call.compiled!r}): {found}")
     return (call.key(), nature), (("step", f"runs as it is, not as a graph: {found}"),)
 
 

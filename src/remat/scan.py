@@ -63,7 +63,8 @@ def scan(
         check: compare every replay with the first run, bit for bit, and raise where one differs; slow.
         compile: trace the step once and run it as a graph, which is faster, above all for gradients of weights: one
             product for many steps. Results and gradients are then those of the plain loop up to rounding. A step that
-            cannot be traced (`plan_scan(...).explain()` says why) runs as it is; with "require" it is refused.
+            cannot be traced (`plan_scan(...).explain()` says why) runs as it is. Inductor compiles the graph where
+            there is a C++ compiler; "inductor" and "python" (made at once) choose, and refuse what cannot be.
 
     Returns:
         The final carry, and the outputs: a pytree whose tensors have shape (steps, ...), or packed sequences if xs is
@@ -118,8 +119,8 @@ def _call(
     check: bool = False,
     compiled: bool | str = False,
 ) -> Call:
-    if compiled not in (False, True, "require"):
-        raise ValueError(f'compile is False, True or "require", not {compiled!r}')
+    if compiled not in (False, True, "python", "inductor"):
+        raise ValueError(f'compile is False, True, "python" or "inductor", not {compiled!r}')
     owned_bytes = 0
     if isinstance(xs, list | Iterator) or (callable(xs) and not isinstance(xs, torch.Tensor)):
         step, xs, owned_bytes = fetched(step, xs, length)

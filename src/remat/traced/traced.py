@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ..recorded import can_need
 from ..trees import Leaves
 from .deferring import Term
-from .graphs import base_of_memory, nbytes, value_of
+from .graphs import ancestors, base_of_memory, name_of, nbytes, value_of
 from .lowering import lowered
 from .programs import (
     Arriving,
@@ -29,6 +29,7 @@ from .programs import (
 from .splitting import Entry, Parts, entries
 from .tracing import Joint, Problem, trace
 
+_HEAVY: Final = [["mm"], ["addmm"], ["bmm"], ["baddbmm"], ["convolution"], ["_softmax"], ["embedding"]]
 Function = Callable[..., Sequence[torch.Tensor]]
 Lowering = Callable[[Program], Function]
 
@@ -63,6 +64,7 @@ class Menu:
         self.owner, self.entry = owner, entry
         self.plan: Plan = plan_deferral(owner.parts, entry)
         self._records: dict[bool, Ready] = {}
+        self._programs: dict[Arriving, Program] = {}
         self._backwards: dict[Arriving, Ready] = {}
         self._finishes: dict[frozenset[Term], tuple[Ready, list[tuple[Term, ...]]]] = {}
 
@@ -75,6 +77,7 @@ class Menu:
 
     def record(self, *, outputs: bool) -> Ready:
         """A recorded step."""
+        outputs = outputs or self.owner.light_outputs
         if outputs not in self._records:
             self._records[outputs] = self.owner.forward(self.entry, outputs=outputs)
         return self._records[outputs]
@@ -82,10 +85,18 @@ class Menu:
     def backward(self, arriving: Arriving) -> Ready:
         """A step's backward, where these gradients arrive."""
         if arriving not in self._backwards:
+            program = self._program(arriving)
+            # What arrives at the last steps only is not worth a compiler's time.
+            lowering = self.owner.lowering if self.before(arriving) == arriving else lowered
+            self._backwards[arriving] = Ready(program, lowering(program))
+        return self._backwards[arriving]
+
+    def _program(self, arriving: Arriving) -> Program:
+        if arriving not in self._programs:
             owner = self.owner
             program = backward_program(owner.parts, owner.hoisted, self.entry, self.plan, arriving)
-            self._backwards[arriving] = Ready(program, owner.lowering(program))
-        return self._backwards[arriving]
+            self._programs[arriving] = program
+        return self._programs[arriving]
 
     def finish(self, reached: frozenset[Term]) -> tuple[Ready, list[tuple[Term, ...]]]:
         """Gradients of captured tensors from sums of terms, and which terms each sum is over."""
@@ -100,7 +111,7 @@ class Menu:
         seen: set[Arriving] = set()
         while steps and arriving not in seen:
             seen.add(arriving)
-            program = self.backward(arriving).program
+            program = self._program(arriving)
             found.update(program.live)
             found.update(term for k, term in enumerate(self.plan.values) if ("value", k) in program.results)
             arriving = self.before(arriving)
@@ -109,7 +120,7 @@ class Menu:
 
     def before(self, arriving: Arriving) -> Arriving:
         """What arrives at the step before."""
-        results = self.backward(arriving).program.results
+        results = self._program(arriving).results
         return Arriving(frozenset(number for kind, number in results if kind == "carry"), arriving.outputs)
 
 
@@ -135,12 +146,24 @@ class Traced:
         self._constants = list(self.joint.constants.values())
         self._shared = lowered(shared_program(self.joint, self.hoisted))
         self._advances: dict[bool, Ready] = {}
+        self.light_outputs = self._has_light_outputs()
         self.needing = self.joint.needing[: len(self.joint.after)]
 
     @cached_property
     def menu(self) -> list[Menu]:
         """The ways to keep its tape."""
-        return [Menu(self, entry) for entry in entries(self.parts)]
+        found = entries(self.parts)
+        if self.lowering is not lowered:
+            found = found[-1:]  # fused, what is left out costs next to nothing to compute again
+        return [Menu(self, entry) for entry in found]
+
+    def _has_light_outputs(self) -> bool:
+        """Whether outputs cost so little beside the carry that replays may as well compute them."""
+        after, outputs = (
+            ancestors([node for node in nodes if isinstance(node, torch.fx.Node)], stop=self.parts.invariant)
+            for nodes in (self.joint.after, self.joint.outputs)
+        )
+        return not any(name_of(node).split(".")[1:2] in _HEAVY for node in outputs - after)
 
     @property
     def shared_bytes(self) -> int:
@@ -159,6 +182,7 @@ class Traced:
 
     def advance(self, *, outputs: bool) -> Ready:
         """A step without a tape."""
+        outputs = outputs or self.light_outputs
         if outputs not in self._advances:
             self._advances[outputs] = self.forward(None, outputs=outputs)
         return self._advances[outputs]

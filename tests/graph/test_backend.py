@@ -156,6 +156,49 @@ def test_what_is_changed_afterwards_is_not_read_again() -> None:
     assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
+class Parted(torch.nn.Module):
+    """Two layers with a graph break between them on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)
+        self.parted = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if self.parted:
+            torch._dynamo.graph_break()
+        return torch.nn.functional.dropout(self.second(x), 0.5).sum()
+
+
+def test_every_size_has_a_plan_of_its_own() -> None:
+    torch._dynamo.reset()
+    model = Parted()
+    compiled = torch.compile(model, backend="remat", options={"budget": "100KiB"}, dynamic=True)
+    peaks = []
+    for rows in (64, 96):
+        example = torch.randn(rows, 16)
+        eager = copy.deepcopy(model)
+        wanted = step(lambda x, *_, e=eager: e(x), [example, *eager.parameters()])
+        found = step(lambda x, *_: compiled(x), [example, *model.parameters()])
+        assert all(torch.equal(found[key], value) for key, value in wanted.items())
+        model.zero_grad()
+        plan = last_plan()
+        assert plan is not None
+        peaks.append(plan.peak_bytes)
+    assert peaks[0] < peaks[1]
+    torch._dynamo.reset()
+
+
+def test_a_model_in_parts_is_told_that_each_has_the_budget() -> None:
+    torch._dynamo.reset()
+    model = Parted()
+    model.parted = True
+    with pytest.warns(UserWarning, match="captured as 2 graphs"):
+        torch.compile(model, backend="remat", options={"budget": "100KiB"})(torch.randn(8, 16))
+    torch._dynamo.reset()
+
+
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(ValueError, match="budget, gradients_exist, not bugdet"):
         Options.from_mapping({"bugdet": 5})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,7 @@ from .planning import WAITING_SHARE, GraphPlan, Planner
 _KEY: Final = "remat_run_key"
 _KNOWN: Final = ("budget", "gradients_exist")
 
-_plans: list[GraphPlan] = []  # of this process, newest last
+_plans: deque[GraphPlan] = deque(maxlen=16)  # of this process, newest last
 _frames: dict[int, tuple[Mapping[str, Any], set[Any]]] = {}  # by the options of one torch.compile: frames captured
 _lock = threading.Lock()
 

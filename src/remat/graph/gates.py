@@ -54,7 +54,8 @@ class Run:
         ready: dict[int, Any] = {}
         while wanted - ready.keys():
             try:
-                self._steps.send(found)
+                with torch.no_grad(), torch._C._DisableAutocast():  # as traced, wherever the backward was called
+                    self._steps.send(found)
             except StopIteration:
                 self._steps = None
             ready.update((number, value) for number, value in found if number in wanted)

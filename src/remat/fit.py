@@ -44,13 +44,16 @@ def fit(
     computes the rest again in backward. Outputs, gradients, buffers and the random stream are those of the plain call,
     bit for bit (recurrent layers: to rounding, see `recurrent`). In evaluation or without autograd the call is plain.
 
-    There are several ways to do that, tried in this order; `model.remat.explain()` says which was chosen, and why:
+    There are several ways to do that; `model.remat.explain()` says which was chosen, and why:
 
     * plain: the budget has room for everything;
     * chain: the model is an `nn.Sequential`;
-    * graph: PyTorch can capture the model's forward as one graph;
-    * blocks: the forward calls a list of blocks one after the other; between blocks it may do as it likes;
-    * recurrent: it has an `nn.LSTM`, `nn.GRU` or `nn.RNN`, which is run in chunks of time.
+    * blocks: the forward calls lists of blocks one after the other; between blocks it may do as it likes;
+    * recurrent: it has an `nn.LSTM`, `nn.GRU` or `nn.RNN`, which is run in chunks of time;
+    * graph: none of these, or not within the budget, but PyTorch can capture the model's forward as one graph.
+
+    Where what enters a list of blocks is used elsewhere too, its gradient is added up in another order than in the
+    plain call, which shows in the last bits.
 
     Args:
         model: what is trained. Wrap it by `DistributedDataParallel` afterwards, not before.

@@ -32,6 +32,7 @@ from .trial import Phase, Trial, undisturbed
 
 _WHOLE: Final = 1 << 60  # bytes: a budget that everything fits into
 _STEPS: Final = 7  # of the search for the share: it is found to 1 %
+_PERCENT_USED: Final = 98  # of the budget: blocks measured alone are that true to what they take in their place
 _PERCENT_UNSEEN: Final = 4  # of what lies outside: what kernels there take in passing is not all seen on paper
 
 
@@ -171,17 +172,18 @@ def divided(budget_bytes: int, outside: Sequence[Phase], loops: Sequence[Loop], 
         shares = tuple(_share(cost, int(cost.least_bytes + share * _more(cost))) for cost in costs)
         return Division(shares, _peak(outside, shares), max(phase.peak_bytes for phase in outside))
 
-    best = at(0.0)
-    if best.peak_bytes > budget_bytes:
+    best, limit = at(0.0), budget_bytes * _PERCENT_USED // 100
+    if best.peak_bytes > limit:
+        least = best.peak_bytes * 100 // _PERCENT_USED + 1
         parts = {loop.name: cost.least_bytes for loop, cost in zip(loops, costs, strict=True)}
-        raise InfeasibleBudget(budget_bytes, best.peak_bytes, {"outside of the loops": best.outside_bytes, **parts})
-    if (whole := at(1.0)).peak_bytes <= budget_bytes:
+        raise InfeasibleBudget(budget_bytes, least, {"outside of the loops": best.outside_bytes, **parts})
+    if (whole := at(1.0)).peak_bytes <= limit:
         return whole
     low, high = 0.0, 1.0
     for _ in range(_STEPS):
         middle = (low + high) / 2
         tried = at(middle)
-        if tried.peak_bytes <= budget_bytes:
+        if tried.peak_bytes <= limit:
             low, best = middle, tried
         else:
             high = middle

@@ -32,12 +32,12 @@ class _Seam:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)  # the module holds the seam
-        self._before: Callable[..., Any] | None = module.__dict__.get(_PLACE)
+        self.before: Callable[..., Any] | None = module.__dict__.get(_PLACE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None, "it is being called"
-        own = self._before or own_call(module)
+        own = self.before or own_call(module)
         observer: Observer | None = getattr(_thread, "observer", None)
         return own(*args, **kwargs) if observer is None else observer.call(module, own, args, kwargs)
 
@@ -53,6 +53,16 @@ def install(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if not isinstance(module.__dict__.get(_PLACE), _Seam):
             module.__dict__[_PLACE] = _Seam(module)
+
+
+def remove(modules: Iterable[nn.Module]) -> None:
+    """Take seams away again, as a compiler cannot look through them."""
+    for module in modules:
+        seam = module.__dict__.get(_PLACE)
+        if isinstance(seam, _Seam):
+            del module.__dict__[_PLACE]
+            if seam.before is not None:
+                module.__dict__[_PLACE] = seam.before
 
 
 @contextmanager

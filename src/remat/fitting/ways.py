@@ -9,10 +9,11 @@ from typing import Any, Final, Protocol
 from torch import Tensor, nn
 
 from ..chain import chain
-from ..errors import FitError, StepError
+from ..errors import FitError, InfeasibleBudget, StepError
 from ..recurrent import KernelCalls
 from ..sizes import format_bytes
 from . import seams
+from .graphs import as_graph
 from .loops import Loop, blocks_of
 from .pending import PendingUse
 from .planning import Division, divided, needs_gradient, survey
@@ -52,15 +53,34 @@ def choose(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budg
         FitError: there is no way.
     """
     seams.install(blocks_of(model))
+    try:
+        return _by_loops(model, args, kwargs, budget_bytes)
+    except (FitError, InfeasibleBudget, StepError) as first:
+        try:
+            return as_graph(model, args, kwargs, budget_bytes, _why(first))
+        except (FitError, InfeasibleBudget) as second:
+            if isinstance(first, InfeasibleBudget):  # what it asks for is found again each time
+                raise first from None
+            if isinstance(second, InfeasibleBudget):
+                raise
+            raise FitError(f"{type(model).__name__}: as loops, {first}; as a graph, {second}") from first
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, InfeasibleBudget):
+        return f"its loops of blocks would need {format_bytes(error.smallest_budget_bytes)}"
+    return f"as loops of blocks it cannot be trained: {error}"
+
+
+def _by_loops(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget_bytes: int) -> Way:
     trial = tried(model, args, kwargs)
     unseen = any(loop.is_recurrent for loop in trial.loops)  # what their kernels keep does not show on paper
     if not unseen and trial.plain_peak_bytes * (100 + _PERCENT_UNSEEN) // 100 <= budget_bytes:
         return Plain(trial.plain_peak_bytes)
     if not trial.loops:
         raise FitError(
-            f"{type(model).__name__} cannot be trained within {format_bytes(budget_bytes)}: plain, it takes about "
-            f"{format_bytes(trial.plain_peak_bytes)}; its forward calls no list of blocks one after the other, and has "
-            "no recurrent layer. Write the loop with remat.scan or remat.chain, or give a larger budget"
+            "its forward calls no list of blocks one after the other, and has no recurrent layer (plain, a step takes "
+            f"about {format_bytes(trial.plain_peak_bytes)})"
         )
     costs = survey(model, args, kwargs, trial, budget_bytes)
     return Loops(_kind(model, trial.loops), trial, divided(budget_bytes, trial.outside, trial.loops, costs))

@@ -1,0 +1,116 @@
+"""A model as one graph, where PyTorch can capture its whole forward: the compiler backend of this package plans it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import FitError, InfeasibleBudget
+from ..sizes import format_bytes
+from . import seams
+from .loops import blocks_of
+
+
+class _Enough(Exception):
+    """The graph has been planned: nothing is to be run."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsGraph:
+    """The captured forward and its backward, in an order that stays inside the budget.
+
+    Attributes:
+        peak_bytes: predicted: most bytes at any moment of the step.
+        plain_peak_bytes: the same without recomputation.
+        time_ratio: predicted time over that without recomputation.
+        reason: why it is this way.
+        compiled: the model's call, which takes the model, args and kwargs.
+    """
+
+    peak_bytes: int
+    plain_peak_bytes: int
+    time_ratio: float
+    reason: str
+    compiled: Callable[..., Any]
+    name: str = "graph"
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `ways.Way`."""
+        seams.remove(blocks_of(model))
+        return self.compiled(model, args, kwargs)
+
+    def explain(self) -> str:
+        """See `ways.Way`."""
+        most, plain = format_bytes(self.peak_bytes), format_bytes(self.plain_peak_bytes)
+        return (
+            f"way           graph: the whole forward can be captured; {self.reason}\n"
+            f"predicted     {most} at most; plain takes {plain}\n"
+            f"time          {self.time_ratio:.3f} × that without recomputation, by measured operators"
+        )
+
+
+def as_graph(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget_bytes: int, reason: str
+) -> AsGraph:
+    """Capture and plan a call, without running it.
+
+    Raises:
+        InfeasibleBudget: the budget is too small for any order of the graph.
+        FitError: the forward cannot be captured as one graph; says why.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    from ..graph.backend import Compilation, Options, is_leaf
+
+    plans: list[Any] = []
+
+    def plan_only(module: Any, inputs: Any, **_: Any) -> Any:
+        compilation = Compilation(Options(budget_bytes), [is_leaf(x) for x in inputs])
+        aot_autograd(**compilation.parts)(module, list(inputs))
+        plans.append(compilation.plan)
+        raise _Enough
+
+    seams.remove(blocks_of(model))
+    try:
+        torch.compile(_call, backend=plan_only, fullgraph=True, dynamic=False)(model, args, kwargs)
+    except Exception as error:
+        if refused := _cause(error, InfeasibleBudget):
+            raise refused from None
+        if _cause(error, _Enough) is None:
+            raise FitError(f"its forward cannot be captured as one graph: {_first_line(error)}") from error
+    if not plans or plans[0] is None:
+        raise FitError("nothing in its captured forward needs a gradient")
+    made = plans[0]
+    # A function of its own, so that what is compiled for one budget does not count against another's limit.
+    compiled = torch.compile(
+        lambda model, args, kwargs: model._call_impl(*args, **kwargs),
+        backend="remat",
+        fullgraph=True,
+        dynamic=False,
+        options={"budget": budget_bytes},
+    )
+    return AsGraph(made.peak_bytes, made.plain_peak_bytes, made.time_ratio, reason, compiled)
+
+
+def _call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return model._call_impl(*args, **kwargs)
+
+
+def _cause(error: BaseException | None, kind: type[BaseException]) -> Any:
+    """An error of some kind among those that led to this one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, kind):
+            return error
+        seen.add(id(error))
+        inner = getattr(error, "inner_exception", None)
+        error = inner if isinstance(inner, BaseException) else error.__cause__ or error.__context__
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

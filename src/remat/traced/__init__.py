@@ -6,5 +6,6 @@ splitting    what is kept between forward and backward, by cut
 deferring    gradients of parameters as a few products over many steps
 programs     the graphs that are run: advance, record, backward, finish
 lowering     a graph as a Python function over aten operators
+fusing       a graph through Inductor
 stages       the loop's stages and recorder over these programs
 """

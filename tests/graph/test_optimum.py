@@ -17,6 +17,7 @@ from remat.errors import InfeasibleBudget
 from remat.graph.graphs import Graph, Kind, Storage
 from remat.graph.liveness import liveness, without_dead
 from remat.graph.optimum import least_bytes, optimum
+from remat.graph.planning import Planner, reserve_bytes
 from remat.graph.strategies import names, strategy
 
 
@@ -113,3 +114,19 @@ def test_no_strategy_beats_it(name: str) -> None:
         assert liveness(graph, found.program).peak_bytes <= budget
     got = run(captured(name), case(name), found.program)
     assert all(torch.equal(got[k], expected[k]) for k in expected)
+
+
+# Where it is slower: the optimum puts a product of the backward off, or runs half a normalisation again.
+KNOWN_GAPS = {"dropout": 1.11, "norms": 1.09}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_planner_comes_within_three_percent(name: str) -> None:
+    graph = captured(name).graph
+    planner = Planner(graph, gradients_exist=True)
+    smallest, largest = planner.smallest_bytes, planner.plain_bytes
+    for budget in {smallest, (smallest + largest) // 2, largest}:
+        planned = planner.plan(budget)
+        found = optimum(graph, budget - reserve_bytes(budget), gradients_exist=True)
+        assert planned.peak_bytes <= budget
+        assert planned.seconds <= found.seconds * KNOWN_GAPS.get(name, 1.03)

@@ -7,6 +7,7 @@ moved until the program that comes out, of which every byte is known, is the fas
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from ..chains import Chain, Stage
@@ -17,9 +18,11 @@ from .liveness import liveness, without_dead
 from .menus import Menu, menu, piece
 from .programs import program
 from .segments import root_bytes, segment
+from .strategies import strategy
 
 _TRIALS: Final = 10
 WAITING_SHARE: Final = 1000  # gradients are handed out once they make up this part of the budget
+_RULES: Final = ("drop-cheap", "sqrt", "budgeted")  # of Chen's strategies
 _CLOSE: Final = 0.995  # of the budget used: no more is asked for
 
 
@@ -72,6 +75,11 @@ class Planner:
     def _judged(self, made: Program) -> tuple[Program, int, float]:
         peak = liveness(self.graph, made, gradients_exist=self.gradients_exist).peak_bytes
         return made, peak, self.graph.seconds_of(made)
+
+    @cached_property
+    def _by_rule(self) -> tuple[tuple[Program, int, float], ...]:
+        """What Chen's rules make of it: where a graph is hardly a chain, they may find what the chain misses."""
+        return tuple(self._judged(without_dead(self.graph, strategy(name)(self.graph))) for name in _RULES)
 
     def _menus(self) -> tuple[list[Menu], list[list[frozenset[int]]]]:
         known: dict[object, Menu] = {}
@@ -128,7 +136,8 @@ class Planner:
         return self._result(budget_bytes, found)
 
     def _best(self, room: int) -> tuple[Program, int, float] | None:
-        fitting = [found for found in self._known.values() if found is not None and found[1] <= room]
+        candidates = (*self._by_rule, *(found for found in self._known.values() if found is not None))
+        fitting = [found for found in candidates if found[1] <= room]
         return min(fitting, key=lambda found: (found[2], found[1]), default=None)
 
     def _result(self, budget_bytes: int, found: tuple[Program, int, float]) -> GraphPlan:
@@ -149,7 +158,8 @@ class Planner:
     def _smallest_peak_bytes(self) -> int:
         self._try(1)
         self._try(self._least_asked)
-        return min(self.plain[1], *(found[1] for found in self._known.values() if found is not None))
+        tried = (found[1] for found in self._known.values() if found is not None)
+        return min(self.plain[1], *(found[1] for found in self._by_rule), *tried)
 
     def _try(self, asked_bytes: int) -> tuple[Program, int, float] | None:
         """The program for what the chain makes of a budget; None if it makes nothing of it."""

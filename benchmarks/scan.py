@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -147,6 +148,40 @@ def process_peaks(steps: int) -> None:
     publish("scan_rss", title, ["", "MiB over the RSS before the call", "share"], rows)
 
 
+def long_loop(steps: int) -> None:
+    """A small cell for very many steps: bounded memory, constant stack."""
+    rows = []
+    for budget in ("64KiB", "1MiB", "16MiB"):
+        told = fresh_process(__file__, "--long", budget, "--steps", str(steps))
+        rows.append([budget, f"{told['peak_bytes']:,}", f"{told['growth_bytes'] / 2**20:.0f}"])
+        rows[-1] += [f"{told['forward_runs'] / steps:.3f}", f"{told['seconds'] / steps * 1e6:.0f}"]
+    title = f"A small cell (hidden 16, batch 4, loss at the end) for {steps:,} steps, in a fresh process"
+    columns = ["budget", "measured peak bytes", "growth of peak RSS, MiB", "forward runs a step", "µs a step"]
+    publish("scan_long", title, columns, rows)
+
+
+def long_child(budget: str, steps: int) -> None:
+    """One iteration of the small cell, the second one measured in bytes."""
+    torch.manual_seed(0)
+    cell = torch.nn.RNNCell(1, 16)
+    xs, start = torch.randn(1, 4, 1).expand(steps, 4, 1), torch.zeros(4, 16)
+
+    def run(length: int = steps) -> None:
+        hidden, _ = remat.scan(lambda h, x: (cell(x, h), None), start, xs[:length], budget=budget)
+        hidden.sum().backward()
+
+    run(1000)  # libraries are loaded
+    made = remat.plan_scan(lambda h, x: (cell(x, h), None), start, xs, budget=budget)
+    Path("/proc/self/clear_refs").write_text("5")
+    before, begin = status("VmRSS"), time.perf_counter()
+    run()
+    seconds = time.perf_counter() - begin
+    growth = status("VmHWM") - before
+    peak = remat.measure(run).peak_bytes
+    told = {"growth_bytes": growth, "seconds": seconds, "peak_bytes": peak, "forward_runs": made.forward_runs}
+    print(json.dumps(told))
+
+
 def child(how: str, steps: int) -> None:
     """In a fresh process: load what a call loads on short loops, then the growth of peak RSS over one iteration."""
     short, job = Job(100), Job(steps)
@@ -171,12 +206,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--long", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options.child, options.steps)
         return
+    if options.long:
+        long_child(options.long, options.steps)
+        return
     table(options.steps or 1000, options.rounds)
     process_peaks(options.steps or 10_000)
+    long_loop(100 * options.steps or 100_000)
 
 
 if __name__ == "__main__":

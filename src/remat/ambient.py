@@ -10,8 +10,8 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import overrides
@@ -301,6 +301,7 @@ class Surroundings:
     def __init__(self, device_types: Iterable[str]) -> None:
         self._device_types = tuple(sorted({"cpu", *device_types} - {"meta"}))
         self._autocast = _autocast_states(self._device_types)
+        self.casts = any(state.enabled for state in self._autocast)
         self._dtype = torch.get_default_dtype()
         self._function_modes = tuple(_function_modes())
         self._dispatch_modes = tuple(_dispatch_modes())
@@ -313,11 +314,6 @@ class Surroundings:
     def modes(self) -> tuple[Any, ...]:
         """The modes that see operators."""
         return (*self._function_modes, *self._dispatch_modes)
-
-    @property
-    def casts(self) -> bool:
-        """Whether autocast is on anywhere."""
-        return any(state.enabled for state in self._autocast)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -338,20 +334,24 @@ class Surroundings:
             with self.own_cast_cache():
                 yield
 
-    @contextmanager
-    def own_cast_cache(self) -> Iterator[None]:
+    def own_cast_cache(self) -> AbstractContextManager[None]:
         """Autocast keeps casts of weights; none may cross into or out of the body.
 
         A cast made without autograd would cut gradients off, one made with it would tie graphs together.
         """
-        if not self.casts:
-            yield
-            return
+        return _no_casts_kept() if self.casts else _NOTHING
+
+
+_NOTHING: Final = nullcontext()
+
+
+@contextmanager
+def _no_casts_kept() -> Iterator[None]:
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
         torch.clear_autocast_cache()
-        try:
-            yield
-        finally:
-            torch.clear_autocast_cache()
 
 
 def by_itself(job: Callable[[], T], surroundings: Surroundings) -> T:

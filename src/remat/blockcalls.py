@@ -64,8 +64,7 @@ class ChainCall:
         unique = {id(tensor): tensor for tensor in (*reached, *missed) if tensor.requires_grad}
         self.shared = list(unique.values())
         tensors = [leaf for leaf in self.carry if isinstance(leaf, torch.Tensor)] + reached
-        tensors += [tensor for block in self.blocks for tensor in block.tensors]
-        devices = {tensor.device for tensor in tensors}
+        devices = {tensor.device for tensor in tensors}.union(*(block.devices for block in self.blocks))
         self.device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self.surroundings = Surroundings({device.type for device in devices})
         self.streams = random_sources(devices, [g for block in self.blocks for g in block.generators])
@@ -141,8 +140,10 @@ class ChainCall:
         states, watching = self._state_bytes(known), self._watching_bytes()
         copies = copied_stages(known)
         last = known[-1]
+        made: dict[Hashable, Stage] = {}
         stages = [
-            self._stage(index, of, captured, states, watching, copies=copies[index]) for index, of in enumerate(known)
+            self._stage(index, of, captured, states, watching, made, copies=copies[index])
+            for index, of in enumerate(known)
         ]
         return Chain(
             tuple((stage, len(list(equal))) for stage, equal in groupby(stages)),
@@ -164,7 +165,18 @@ class ChainCall:
         states = [self.streams[number].get() for number in drawn]
         return sum(state.nbytes for state in states if isinstance(state, torch.Tensor))
 
-    def _stage(self, index: int, of: Known, captured: Captured, states: int, watching: int, *, copies: bool) -> Stage:
+    def _stage(
+        self,
+        index: int,
+        of: Known,
+        captured: Captured,
+        states: int,
+        watching: int,
+        made: dict[Hashable, Stage],
+        *,
+        copies: bool,
+    ) -> Stage:
+        """What a block costs here; `made` holds stages made before, by what they follow from."""
         stays = begun = 0
         for number, size in zip(self.used[index], of.gradients, strict=True):
             tensor = captured.tensors[number]
@@ -172,6 +184,9 @@ class ChainCall:
             if captured.last[number] == index and (summed or not tensor.is_leaf or tensor.grad is None):
                 stays += size
                 begun += size if summed else 0  # measured with a sum that had begun before
+        key = id(of), stays, begun, index == self.length - 1, copies
+        if key in made:
+            return made[key]
         forward = watching * (2 if index == self.length - 1 else 1)
         menu = tuple(
             msgspec.structs.replace(
@@ -188,7 +203,8 @@ class ChainCall:
             workspace_bytes=of.stage.workspace_bytes + watching,
             gradient_bytes=stays,
         )
-        return _without_clock(stage) if _several_processes() else stage
+        made[key] = _without_clock(stage) if _several_processes() else stage
+        return made[key]
 
     def stages(self, known: Sequence[Known]) -> Blocks:
         """The blocks, ready to be run."""

@@ -21,7 +21,7 @@ from .ambient import Source
 from .captures import ATOMS, Reached, installed, methods_of, moving, named_globals, reach
 from .errors import StepError
 from .loops import described, fingerprint, kind_of
-from .mutable import mutable_sources, tensor_source
+from .mutable import mutable_sources, tensor_source, tensors_source
 from .trees import Leaves, Mismatch, Structure
 
 _PRIVATE: Final = frozenset(inspect.get_annotations(torch.nn.Module)) | {"training"}
@@ -33,6 +33,7 @@ class Block:
     Attributes:
         function: what is called.
         tensors: all that it can reach, each once.
+        devices: where those are.
         key: equal for blocks that do and cost the same on the same carry.
     """
 
@@ -46,7 +47,9 @@ class Block:
             self.tensors = self.reached.tensors
             settings = (*self.reached.codes, *self.reached.settings)
         self.captured = [tensor for tensor in self.tensors if tensor.requires_grad]
-        self.key: Hashable = (settings, *map(_like, self.tensors))
+        likes = [*map(_like, self.tensors)]
+        self.devices = {like[2] for like in likes}
+        self.key: Hashable = (settings, *likes)
 
     @cached_property
     def reached(self) -> Reached:
@@ -76,14 +79,14 @@ class Block:
         return (*map(tensor_source, self._buffers), *mutable_sources(Reached(changeable=others)))
 
     def sources_of(self, numbers: Sequence[int]) -> list[Source]:
-        """Some of them."""
+        """Some of them, as few sources as can be, to be put back together."""
         if self._buffers is not None and all(number < len(self._buffers) for number in numbers):
-            return [tensor_source(self._buffers[number]) for number in numbers]
+            return [tensors_source([self._buffers[number] for number in numbers])] if numbers else []
         sources = self.sources()
         return [sources[number] for number in numbers]
 
 
-def _like(tensor: torch.Tensor) -> Hashable:
+def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What of a tensor decides about costs; a gradient that exists already need not be made."""
     made = tensor.requires_grad and tensor.is_leaf and tensor.grad is not None
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, made, type(tensor)
@@ -254,7 +257,13 @@ class Blocks:
         del inputs, first
         structure = self.structures[index]
         assert structure is not None, "blocks run in order"
-        with self._state(index):
+        sources = self.changes[index]
+        if sources and self._before[index] is not None:
+            with self._as_first(index):
+                result = self.functions[index](structure.build(carry), *self._arguments, **self._keywords)
+        else:
+            if sources:
+                self._before[index] = [source.get() for source in sources]
             result = self.functions[index](structure.build(carry), *self._arguments, **self._keywords)
         after = self.structures[index + 1]
         if after is None:
@@ -281,18 +290,11 @@ class Blocks:
                 source.set(state)
 
     @contextmanager
-    def _state(self, index: int) -> Iterator[None]:
-        """The first run of a block finds what is there; a replay what the first run found, and leaves no trace."""
+    def _as_first(self, index: int) -> Iterator[None]:
+        """A replay finds what the first run of its block found, and leaves no trace."""
         sources = self.changes[index]
-        if not sources:
-            yield
-            return
-        before, now = self._before[index], [source.get() for source in sources]
-        if before is None:
-            self._before[index] = now
-            yield
-            return
-        for source, state in zip(sources, before, strict=True):
+        now = [source.get() for source in sources]
+        for source, state in zip(sources, self._before[index] or (), strict=True):
             source.set(state)
         try:
             yield

@@ -8,6 +8,7 @@ backward begins. Between nodes go scalars: the carries and adjoints live in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -239,14 +240,13 @@ class _Work:
     def backward(self, index: int, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run on until the backward of a block is done; returns the gradients of what its node took."""
         call = self.call
-        with call.surroundings.entered(), self.states.undisturbed(), silence():
-            if index == call.length - 1:
-                self._arrive(gradients)
-            run = self.run
-            assert run is not None
-            captured, used = run.captured, call.used[index]
-            with hooks_set_aside([captured.tensors[number] for number in used]):
-                run.backward_of(index)
+        if index == call.length - 1:
+            self._arrive(gradients)
+        run = self.run
+        assert run is not None
+        captured, used = run.captured, call.used[index]
+        with hooks_set_aside([captured.tensors[number] for number in used]):
+            run.backward_of(index, self._replaying)
         # What earlier blocks use too is theirs to hand out: the sum goes on.
         ready = [number for number in used if captured.first[number] == index]
         of_number = dict(zip(ready, captured.take(ready), strict=True))
@@ -259,10 +259,16 @@ class _Work:
                 self._carry = None
         return [*found, *(of_number.pop(number, None) for number in used)]
 
+    @contextmanager
+    def _replaying(self) -> Iterator[None]:
+        """The forward's settings, no word said twice, and random streams left as they were."""
+        with self.call.surroundings.entered(), self.states.undisturbed(), silence():
+            yield
+
     def _arrive(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of the final carry; run the forward again if a backward has used it up."""
         if self.run is None or self.run.done < self.call.length:
-            with recomputing(), torch.no_grad():
+            with self._replaying(), recomputing(), torch.no_grad():
                 self.states.restore(self.states.start)
                 self._start()
         assert self.run is not None

@@ -7,7 +7,7 @@ is a `Recorder`'s affair.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,15 +136,23 @@ class Interpreter:
         self.adjoint = list(adjoint)
         self.recorder.start_backward(output_gradients)
 
-    def backward_of(self, stage: int) -> None:
-        """Run on until the backward of `stage` has been done, and no further; only where ranges are recorded singly."""
+    def backward_of(self, stage: int, replaying: Callable[[], AbstractContextManager[None]]) -> None:
+        """Run on until the backward of `stage` has been done, and no further; only where ranges are recorded singly.
+
+        Args:
+            stage: the stage.
+            replaying: what stages are to be run in; a backward alone runs as the plain run's does.
+        """
         while self.done > stage:
             action = self._pending or next(self.actions)
-            if isinstance(action, Backward):
-                newest = action.stop - 1
-                self._pending = Backward(action.start, newest) if action.start < newest else None
-                action = Backward(newest, action.stop)
-            self.do(action)
+            if not isinstance(action, Backward):
+                with replaying():
+                    while not isinstance(action, Backward):
+                        self.do(action)
+                        action = next(self.actions)
+            newest = action.stop - 1
+            self._pending = Backward(action.start, newest) if action.start < newest else None
+            self.do(Backward(newest, action.stop))
 
     def do(self, action: Action) -> None:
         """Carry out one action."""

@@ -8,6 +8,7 @@ is reached, and watched, by itself.
 
 from __future__ import annotations
 
+import functools
 import operator
 import types
 from collections import deque
@@ -70,13 +71,33 @@ def tensor_source(tensor: torch.Tensor) -> Source:
     """A tensor that a step changes in place: a buffer."""
     # `.data`, because putting a value back is no change that autograd should complain of: recorded graphs saw it.
     return Source(
-        f"a tensor of shape {list(tensor.shape)}",
+        _shaped(tensor.shape),
         lambda: tensor.detach().clone(),
         lambda kept: tensor.data.copy_(kept),
         _same_tensor,
         # Batch normalisation changes its statistics without counting; but then the first step shows it.
         lambda: tensor._version,
     )
+
+
+def tensors_source(tensors: Sequence[torch.Tensor]) -> Source:
+    """Several buffers as one, where it is only a matter of putting them back."""
+
+    def put(kept: Sequence[torch.Tensor]) -> None:
+        for tensor, state in zip(tensors, kept, strict=True):
+            tensor.data.copy_(state)
+
+    return Source(
+        "buffers",
+        lambda: [tensor.clone() for tensor in tensors],
+        put,
+        lambda a, b: all(map(_same_tensor, a, b)),
+    )
+
+
+@functools.cache
+def _shaped(shape: torch.Size) -> str:
+    return f"a tensor of shape {list(shape)}"
 
 
 def _items_source(name: str, holder: Any, items: dict[Any, Any], own: set[Any], owner: Any) -> Source:

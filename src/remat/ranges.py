@@ -6,6 +6,7 @@ What such a range is, and why gradients come out bit for bit, stands in `recorde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,6 +34,7 @@ from .recorded import (
 )
 from .schedules import Record
 from .selective import recording, storages_of
+from .silence import silence
 from .trees import Leaves
 
 Needs = Callable[[int], Sequence[bool]]  # which leaves of carry i need a gradient
@@ -199,10 +201,14 @@ class AutogradRanges:
     ) -> None:
         self.stages, self.length = stages, length
         self.needs, self.captured, self.copies, self.replays = needs, captured, copies, replays
-        self._alive = storages_of(captured.tensors) if replays is not None else frozenset()
         self.output_gradients: Sequence[Any] = ()
         self.anchor = torch.zeros((), requires_grad=True)
         self._one = torch.ones(())
+
+    @cached_property
+    def _alive(self) -> frozenset[int]:
+        """Storages that are alive anyway."""
+        return storages_of(self.captured.tensors)
 
     # ---- recording
 
@@ -247,7 +253,7 @@ class AutogradRanges:
         entered, needs, states = detached(carry), [needs_gradient(leaf) for leaf in carry], replay_states.take()
 
         def rerun() -> None:
-            with surroundings.entered(), recomputing():
+            with surroundings.entered(), recomputing(), replay_states.undisturbed(), silence():
                 replay_states.restore(states)
                 leaves = detached(entered)
                 for place in places_of(leaves):

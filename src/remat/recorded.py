@@ -243,6 +243,8 @@ def root_of(tensor: torch.Tensor) -> Root:
 
 def places_of(leaves: Leaves) -> list[int]:
     """The leaves that are tensors, each tensor at its first place only (rule 5)."""
+    if len(leaves) == 1:
+        return [0] if isinstance(leaves[0], torch.Tensor) else []
     first: dict[int, int] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
@@ -252,6 +254,8 @@ def places_of(leaves: Leaves) -> list[int]:
 
 def _mapped(leaves: Leaves, change: Callable[[torch.Tensor], torch.Tensor]) -> Leaves:
     """Every tensor changed once; what was one tensor stays one."""
+    if len(leaves) == 1:
+        return [change(leaves[0])] if isinstance(leaves[0], torch.Tensor) else list(leaves)
     changed = {id(leaves[place]): change(leaves[place]) for place in places_of(leaves)}
     return [changed[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -144,13 +145,17 @@ class _Walk:
         self.blocks, self.shared, self.summed, self.streams = blocks, shared, summed, streams
         self.arguments, self.keywords = arguments, keywords
         self.surroundings, self.gauge = surroundings, gauge
-        self.rounds = 0 if len({block.key for block in blocks}) > len(blocks) // _REPEATED else _ROUNDS
         self._structure, self._carry = structure, carry
         self._kind = Kind.of(structure, carry)
         self._at = 0  # the carry at hand enters this block
         places = Structure((arguments, keywords))
         around = tuple(map(_kind, places.flatten((arguments, keywords))))
         self._around = (places, around, surroundings.key(), torch.get_num_threads(), gauge)
+
+    @cached_property
+    def rounds(self) -> int:
+        """How often seconds are taken."""
+        return 0 if len({block.key for block in self.blocks}) > len(self.blocks) // _REPEATED else _ROUNDS
 
     def all(self, seen: Callable[[], object]) -> list[Known]:
         """What is known of every block."""

@@ -270,8 +270,7 @@ def _nbytes(state: Any) -> int:
 
 
 def _version(source: Source) -> int:
-    assert source.version is not None
-    return source.version()
+    return source.version() if source.version is not None else 0
 
 
 # ---- autocast, default dtype, modes
@@ -291,6 +290,7 @@ def _autocast_states(device_types: Iterable[str]) -> tuple[_Autocast, ...]:
     )
 
 
+_NOTHING: Final = nullcontext()
 _function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 _dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 
@@ -340,9 +340,6 @@ class Surroundings:
         A cast made without autograd would cut gradients off, one made with it would tie graphs together.
         """
         return _no_casts_kept() if self.casts else _NOTHING
-
-
-_NOTHING: Final = nullcontext()
 
 
 @contextmanager

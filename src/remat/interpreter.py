@@ -122,13 +122,21 @@ class Interpreter:
         return final
 
     def backward(self, adjoint: Sequence[torch.Tensor | None], output_gradients: Sequence[Any]) -> Gradients:
-        """Run the rest, with the gradients that arrived for carry L and for the outputs, stacked over stages."""
+        """Run the rest, with the gradients that arrived for carry L and for the outputs, stacked over stages.
+
+        Stages run in the forward's surroundings; a backward runs in those of now, autocast for instance, as the plain
+        run's does.
+        """
         self.start_backward(adjoint, output_gradients)
         with hooks_set_aside(self.captured.tensors):
             if self._pending is not None:
                 self.do(self._pending)
             for action in self.actions:
-                self.do(action)
+                if isinstance(action, Advance | Record):
+                    with self.surroundings.entered():
+                        self.do(action)
+                else:
+                    self.do(action)
         return Gradients(self.adjoint, self.captured.gradients)
 
     def start_backward(self, adjoint: Sequence[torch.Tensor | None], output_gradients: Sequence[Any]) -> None:

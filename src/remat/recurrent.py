@@ -179,18 +179,17 @@ class _Recurrent(torch.autograd.Function):
         x, states, weights = call.split(tensors)
         inputs, masks = [x.detach(), *between[: call.levels - 1]], between[call.levels - 1 :]
         found = _Found([None] * len(weights), [[None] * len(call.parts) for _ in states])
-        with call.surroundings.entered():
-            if runs is None:
-                with recomputing():
-                    runs = _Runs(call, ctx.choice, ctx.cut, weights)
-                    for level, entering in enumerate(inputs):
-                        runs.forward(level, entering, states, None)
-            for level in reversed(range(call.levels)):
-                below = torch.zeros_like(inputs[level]) if call.needs[level] else None
-                runs.backward(level, arriving, arriving_states, below, found)
-                if below is not None and level and call.dropout:
-                    _drop_out(below, masks[level - 1], call.dropout, ctx.cut)
-                arriving = below
+        if runs is None:
+            with call.surroundings.entered(), recomputing():
+                runs = _Runs(call, ctx.choice, ctx.cut, weights)
+                for level, entering in enumerate(inputs):
+                    runs.forward(level, entering, states, None)
+        for level in reversed(range(call.levels)):
+            below = torch.zeros_like(inputs[level]) if call.needs[level] else None
+            runs.backward(level, arriving, arriving_states, below, found)
+            if below is not None and level and call.dropout:
+                _drop_out(below, masks[level - 1], call.dropout, ctx.cut)
+            arriving = below
         return None, None, arriving if call.needs[0] else None, *found.of_states(states), *found.weights
 
 

@@ -276,9 +276,9 @@ class _Scan(torch.autograd.Function):
         call, states = ctx.call, ctx.states
         tensors = ctx.saved_tensors  # raises if they were changed in place, or are gone with the graph
         run, loop, ctx.run, ctx.loop = ctx.run, ctx.loop, None, None
-        with call.surroundings.entered(), states.undisturbed(), left_alone(call.places), silence():
+        with states.undisturbed(), left_alone(call.places), silence():
             if run is None:
-                with recomputing():
+                with call.surroundings.entered(), recomputing():
                     states.restore(states.start)
                     run, loop, _ = _forward(call, ctx.nature, ctx.made, states, None, tensors)
             adjoint: list[torch.Tensor | None] = [None] * len(call.carry)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,13 @@ from .sums import Sums, steps_together
 from .traced import Menu, Ready, Traced
 
 
+@contextmanager
+def _as_traced() -> Iterator[None]:
+    """Autograd is off, and so is autocast: its casts are operators of the graph."""
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
 class TracedStages:
     """A loop's stages without tapes: the traced step instead of the step.
 
@@ -32,7 +40,7 @@ class TracedStages:
     def __init__(self, traced: Traced, loop: Loop, externals: Sequence[torch.Tensor]) -> None:
         self.traced, self.loop = traced, loop
         loop.output_structure = traced.joint.output_structure
-        with torch.no_grad():
+        with _as_traced():
             self.shared = traced.shared(externals)
         self._advance = {first: _Step(traced.advance(outputs=first), self.shared) for first in (True, False)}
 
@@ -43,7 +51,8 @@ class TracedStages:
     def run(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:  # noqa: ARG002
         """One step."""
         step = self._advance[first]
-        found = step.run(*[carry[k] for k in step.threaded], *[inputs[k] for k in step.columns], *step.bound)
+        with torch._C._DisableAutocast():  # see `_as_traced`
+            found = step.run(*[carry[k] for k in step.threaded], *[inputs[k] for k in step.columns], *step.bound)
         return step.ready.after(found, carry), step.ready.outputs(found) if first else []
 
     def columns(self, leaf: int, steps: range) -> list[torch.Tensor]:
@@ -135,7 +144,7 @@ class TracedRanges:
         step = way.record(outputs=first)
         run, threaded, bound, ready = step.run, step.threaded, step.bound, step.ready
         steps = range(action.start, action.stop)
-        with torch.no_grad():
+        with _as_traced():
             carry = take().leaves
             stacks = {key: _stack(len(steps), value) for key, value in way.menu.stacked()}
             columns = self._columns(ready, steps, stacks, carry)
@@ -177,7 +186,7 @@ class TracedRanges:
         there = {place: gradient.contiguous() for place, gradient in enumerate(adjoint) if gradient is not None}
         adjoint.clear()
         arriving = Arriving(frozenset(there), frozenset(self.output_gradients))
-        with torch.no_grad():
+        with _as_traced():
             if way.sums is None:
                 way.sums = Sums(way.menu, way.menu.reached(arriving, self.length), self.stages.shared)
             there = _Pass(self, way, tape, arriving).run(there)

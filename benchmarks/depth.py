@@ -12,75 +12,22 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import remat
 from harness import RESULTS, interleaved, publish, ratio
+from remat.deep import Forward, Training
 
 DEPTHS = (56, 164, 326, 650, 1001)
 SHARES = (7 / 48, 0.10, 0.05, 0.02)
-Forward = Callable[[Tensor], Tensor]
 
 
-class Bottleneck(nn.Module):
-    """Batch norm and activation before each of three convolutions, and the input added."""
-
-    def __init__(self, entering: int, leaving: int, stride: int) -> None:
-        super().__init__()
-        middle = leaving // 4
-        self.norm1, self.conv1 = nn.BatchNorm2d(entering), nn.Conv2d(entering, middle, 1, bias=False)
-        self.norm2, self.conv2 = nn.BatchNorm2d(middle), nn.Conv2d(middle, middle, 3, stride, 1, bias=False)
-        self.norm3, self.conv3 = nn.BatchNorm2d(middle), nn.Conv2d(middle, leaving, 1, bias=False)
-        self.short = nn.Conv2d(entering, leaving, 1, stride, bias=False) if entering != leaving else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.norm1(x))
-        y = self.conv1(h)
-        y = self.conv2(F.relu(self.norm2(y)))
-        y = self.conv3(F.relu(self.norm3(y)))
-        return y + (x if self.short is None else self.short(h))
-
-
-def resnet(depth: int, width: int = 16) -> nn.Sequential:
-    """A network of `depth` = 9n + 2 layers for small images of ten classes."""
-    torch.manual_seed(0)
-    blocks: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False)]
-    entering = width
-    for stage, leaving in enumerate((4 * width, 8 * width, 16 * width)):
-        for index in range((depth - 2) // 9):
-            blocks.append(Bottleneck(entering, leaving, 2 if stage and not index else 1))
-            entering = leaving
-    return nn.Sequential(
-        *blocks, nn.BatchNorm2d(entering), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(entering, 10)
-    )
-
-
-class Job:
+class Job(Training):
     """A training iteration with one way of running the network or another."""
-
-    def __init__(self, depth: int, batch: int, size: int) -> None:
-        self.net = resnet(depth)
-        self.images, self.labels = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
-        for parameter in self.net.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-
-    def iterate(self, forward: Forward) -> None:
-        for parameter in self.net.parameters():
-            assert parameter.grad is not None
-            parameter.grad.zero_()
-        F.cross_entropy(forward(self.images), self.labels).backward()
-
-    def gradients(self, forward: Forward) -> list[Tensor]:
-        self.iterate(forward)
-        return [p.grad.clone() for p in self.net.parameters() if p.grad is not None]
-
-    # ---- ways of running it
 
     def per_block(self, x: Tensor) -> Tensor:
         for block in self.net:
@@ -98,9 +45,6 @@ class Job:
         middle = (start + stop) // 2
         x = checkpoint(partial(self.nested, start=start, stop=middle), x, use_reentrant=False)
         return checkpoint(partial(self.nested, start=middle, stop=stop), x, use_reentrant=False)
-
-    def budgeted(self, budget_bytes: int, x: Tensor) -> Tensor:
-        return remat.chain(self.net, x, budget=budget_bytes)
 
 
 def thousand(depth: int, batch: int, size: int, rounds: int) -> None:
@@ -130,7 +74,7 @@ def thousand(depth: int, batch: int, size: int, rounds: int) -> None:
         name = f"remat, {share:.1%}"
         spent = time.process_time() - begin
         notes.append(f"{name}: measuring blocks and planning took {spent:.1f} s of processor time.")
-        ways[name], plans[name] = partial(job.budgeted, budget), made
+        ways[name], plans[name] = job.budgeted(budget), made
     peaks = {name: remat.measure(partial(job.iterate, way)).peak_bytes for name, way in ways.items()}
     wanted = job.gradients(plain)
     exact = {name: all(map(torch.equal, wanted, job.gradients(way))) for name, way in ways.items()}
@@ -210,7 +154,10 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=["thousand", "scaling"])
+    parser.add_argument("--quick", action="store_true", help="half the batch and one round: about three minutes")
     given = parser.parse_args()
+    if given.quick:
+        given.batch, given.rounds = given.batch // 2, 1
     torch.set_num_threads(1)
     if given.only != "thousand":
         scaling(tuple(given.depths), given.batch, given.size)

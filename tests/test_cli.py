@@ -169,6 +169,8 @@ def test_the_curve_of_a_chain_from_a_file(capsys: pytest.CaptureFixture[str], tm
         ("curve --steps 10 --alpha 2 --picture x.txt", "ends in .png, .svg or .pdf"),
         ("figures --out pyproject.toml", "--out pyproject.toml: cannot be written: File exists"),
         ("figures --out /proc/x", "/proc/x: cannot be written"),
+        ("bench", "EXPERIMENT"),
+        ("bench resnet", "EXPERIMENT must be resnet1000, not 'resnet'"),
         ("demo --budget lots", "'lots' is not a size"),
         ("demo --budget 0%", "percentage above 0"),
         ("demo --budget x%", "percentage above 0"),
@@ -185,6 +187,22 @@ def test_what_is_wrong_is_said_in_one_line(command: str, message: str, capsys: p
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("remat: ")
     assert message in captured.err
+
+
+def test_the_deep_network_is_trained_within_budgets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "resnet1000", "--layers", "29", "--batch", "4", "--size", "16", "--rounds", "1"]) == 0
+    heading, plain, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split()[0] == "budget"
+    assert plain.split()[3] == "100.0%"
+    assert len(rows) == 5
+    assert "too small" in rows[-1]
+    kept = [row for row in rows if "too small" not in row]
+    assert kept
+    for row in kept:
+        share, _, _, measured, _, foreseen, gradients = row.split()
+        assert float(measured[:-1]) <= float(share[:-1])
+        assert float(foreseen) >= 1
+        assert gradients == "equal"
 
 
 def test_the_smallest_slots_work(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,18 @@ LAYERS = {
         "scan",
         "sequential",
     },
-    "L5": {"cli", "demo", "figures", "integrations", "memory", "networks", "options", "problems", "reporting"},
+    "L5": {
+        "cli",
+        "deep",
+        "demo",
+        "figures",
+        "integrations",
+        "memory",
+        "networks",
+        "options",
+        "problems",
+        "reporting",
+    },
 }
 WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"cli", "options", "problems", "reporting"}
 # Siblings that must not share a defect: the judge knows no planner, and no planner asks the judge.

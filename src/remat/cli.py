@@ -315,5 +315,38 @@ def _figures(
 app.command("memory")(memory.command)
 
 
+# ---- remat bench
+
+
+@app.command("bench")
+def _bench(
+    name: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="resnet1000")],
+    layers: Annotated[int | None, option(options.count, "N", "Layers, 9n + 2; else 1001.")] = None,
+    batch: Annotated[int | None, option(options.count, "N", "Images in a batch; else 8.")] = None,
+    size: Annotated[int | None, option(options.count, "N", "Pixels along a side of an image; else 32.")] = None,
+    rounds: Annotated[int | None, option(options.count, "N", "Iterations timed for each budget; else 3.")] = None,
+) -> None:
+    """Chen's headline on this machine: a residual network of 1001 layers, plain and within budgets; takes minutes."""
+    if name != "resnet1000":
+        raise typer.TyperException(f"EXPERIMENT must be resnet1000, not {name!r}")
+    from .deep import Refused, experiment
+
+    print("budget     peak measured   of plain   time / plain   foreseen   gradients")
+    for result in experiment(layers or 1001, batch or 8, size or 32, rounds or 3):
+        if isinstance(result, int):
+            plain_bytes = result
+            print(f"{'none':<8} {plain_bytes / 2**20:11.2f} MiB {1:10.1%} {1:14.3f} {'':10}", flush=True)
+            continue
+        if isinstance(result, Refused):
+            least = result.smallest_budget_bytes / plain_bytes
+            print(f"{result.share:<8.1%} too small: {least:.1%} is the least", flush=True)
+            continue
+        print(
+            f"{result.share:<8.1%} {result.peak_bytes / 2**20:11.2f} MiB {result.peak_bytes / plain_bytes:10.1%} "
+            f"{result.times:14.3f} {result.foreseen:10.3f}   {'equal' if result.equal else 'DIFFERENT'}",
+            flush=True,
+        )
+
+
 if __name__ == "__main__":
     sys.exit(main())

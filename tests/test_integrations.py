@@ -16,7 +16,6 @@ import remat
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 ROWS, COLUMNS = 4, 32
-WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
@@ -136,7 +135,7 @@ def test_accelerate_in_half_precision(budget: int) -> None:
 
     def trained(limit: int | None) -> tuple[nn.Module, nn.Module]:
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-        model, loader = gpt2(use_cache=False, **WITHOUT_DROPOUT), DataLoader(Sentences(), batch_size=ROWS)
+        model, loader = gpt2(use_cache=False), DataLoader(Sentences(), batch_size=ROWS)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         if limit is None:
             wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -193,9 +192,9 @@ def test_scaled_gradients_in_half_precision(budget: int) -> None:
         return model
 
     torch.manual_seed(1)
-    wanted = trained(gpt2(use_cache=False, **WITHOUT_DROPOUT))
+    wanted = trained(gpt2(use_cache=False))
     torch.manual_seed(1)
-    model = trained(remat.fit(gpt2(use_cache=False, **WITHOUT_DROPOUT), budget=budget))
+    model = trained(remat.fit(gpt2(use_cache=False), budget=budget))
     assert model.remat.way == "blocks"
     assert equal(model, wanted)
 

@@ -20,6 +20,7 @@ LAYERS = {
     "L2": {"curves", "page", "planners", "simulator", "report", "plans", "tradeoff"},
     "L3": {
         "ambient",
+        "apart",
         "blockcosts",
         "blocks",
         "budgets",

@@ -58,7 +58,7 @@ def assert_as_the_plain_loop(
     wanted = run(plain_loop)
     budget = int(remat.measure(lambda: run(plain_loop)).peak_bytes * share)
     try:
-        remat.plan_scan(step, carry, xs, budget=budget)
+        around(remat.plan_scan)(step, carry, xs, budget=budget)
     except remat.InfeasibleBudget as refused:
         budget = refused.smallest_budget_bytes
     found = run(lambda *arguments: remat.scan(*arguments, budget=budget))
@@ -116,6 +116,20 @@ def test_snntorch_neurons_with_a_hidden_state_of_their_own(mechanism: str) -> No
         return resetting
 
     assert_as_the_plain_loop(step, None, [*layer.parameters(), *first.parameters()], around=loop)
+
+
+def test_a_state_that_was_not_reset_is_refused() -> None:
+    """Plain backpropagation through it would fail too, but later and with less to say."""
+    snn = pytest.importorskip("snntorch")
+    neuron, weight = snn.Leaky(beta=0.9, init_hidden=True), torch.ones(INPUT, requires_grad=True)
+    xs = torch.ones(STEPS, BATCH, INPUT)
+
+    def step(_: None, x: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, neuron(x * weight)
+
+    plain_loop(step, None, xs)[1].sum().backward()
+    with pytest.raises(remat.StepError, match="reset or detach it"):
+        remat.scan(step, None, xs, budget="1GiB")
 
 
 def test_snntorch_recurrent_synaptic_neurons() -> None:

@@ -1,16 +1,16 @@
 """What a replay of a stage must see again, beside its carry: random streams, autocast, default dtype, modes.
 
 A replay may run long after the first run, in another thread and outside the user's `with` blocks. `Surroundings` are
-taken once per call and entered again around the backward; random states belong to carries and are taken with them.
+taken once per call and entered again around stages that are run again; random states belong to carries and are taken
+with them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -20,8 +20,6 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
 from .errors import KeptTensors, LateChange, StepError
-from .meter import is_metering
-from .silence import silence
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -349,50 +347,6 @@ def _no_casts_kept() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
-
-
-def by_itself(job: Callable[[], T], surroundings: Surroundings) -> T:
-    """Run a job where no hook for saved tensors, no profiler and no running engine can see it: in a thread of its own.
-
-    Only if there is one of these; else it runs here.
-    """
-    with silence():  # the first run of the step will say what there is to say
-        return _by_itself(job, surroundings)
-
-
-def _by_itself(job: Callable[[], T], surroundings: Surroundings) -> T:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    profiled = torch._C._autograd._profiler_enabled() and not is_metering()
-    if hooks is None and not profiled and torch._C._current_graph_task_id() == -1:
-        return job()
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            with surroundings.entered():
-                results.append(job())
-        except BaseException as error:  # carried over to the thread that waits
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="remat: measuring a step")
-    thread.start()
-    try:
-        thread.join()
-    except BaseException as error:  # Ctrl-C, which Python hands to the main thread alone
-        _raise_in(thread, type(error))
-        raise
-    if errors:
-        raise errors.pop()
-    return results.pop()
-
-
-def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Stop a thread with an error at its next line of Python, and wait until it has put everything back."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
-    while thread.is_alive():
-        with suppress(KeyboardInterrupt):  # impatience changes nothing: state must not be left half-way
-            thread.join()
 
 
 def _missing(then: tuple[Any, ...], now: Iterable[Any]) -> Iterator[Any]:

@@ -10,7 +10,8 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from .ambient import Surroundings, by_itself
+from .ambient import Surroundings
+from .apart import by_itself
 from .blocks import Block, Blocks
 from .budgets import agreed_budget_bytes
 from .chains import Chain, Stage

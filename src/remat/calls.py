@@ -134,8 +134,9 @@ class Call:
         self._carry_like = *map(_like, self.carry), *self._first_place.items()
         self.input_needs = [leaf.requires_grad for leaf in self.inputs.tensors()]
         kept = set(map(id, contents))
-        captured = (tensor for tensor in reached.differentiable() if id(tensor) not in kept)
-        self.captured = [tensor for tensor in captured if tensor.is_leaf or not is_used_up(tensor)]
+        captured = [tensor for tensor in reached.differentiable() if id(tensor) not in kept]
+        self._used_up = {tensor.grad_fn for tensor in captured if not tensor.is_leaf and is_used_up(tensor)}
+        self.captured = [tensor for tensor in captured if tensor.is_leaf or tensor.grad_fn not in self._used_up]
         self.needs = tuple(map(needs_gradient, self.carry))
         tensors = [*self._carry_tensors(), *self.inputs.tensors(), *reached.tensors]
         devices = {tensor.device for tensor in tensors}
@@ -298,11 +299,16 @@ class Call:
 
         Raises:
             MissedTensors: leaves that the walk from the step had missed.
-            StepError: the result of something outside, that the walk from the step had missed.
+            StepError: the result of something outside, that the walk from the step had missed, or whose graph is gone.
         """
         unseen = unseen_leaves(nodes, [*self.captured, *known], first_sequence, limit)
         leaves = [item for item in unseen if isinstance(item, torch.Tensor)]
         for node in unseen:
+            if node in self._used_up:
+                raise StepError(
+                    f"the step uses a result of {type(node).__name__} from an earlier run, through whose graph a "
+                    "backward has already gone; reset or detach it before the loop"
+                )
             if not isinstance(node, torch.Tensor):
                 raise StepError(
                     f"the step uses the result of {type(node).__name__}, computed outside of it, in a way that cannot "

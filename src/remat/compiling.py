@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from .ambient import States, by_itself, recomputing
+from .ambient import States, recomputing
+from .apart import by_itself
 from .calls import Call, Nature
 from .inputs import Column
 from .recorded import can_need, copied, detached

@@ -13,7 +13,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 import torch
 
-from .ambient import States, by_itself, recomputing, refuse_kept
+from .ambient import States, recomputing, refuse_kept
+from .apart import by_itself
 from .budgets import agreed_budget_bytes
 from .calls import Call, Nature
 from .captures import reached_leaves

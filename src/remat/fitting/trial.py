@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ambient import Surroundings, by_itself, recomputing
+from ..ambient import Surroundings, recomputing
+from ..apart import by_itself
 from ..captures import reach
 from ..errors import FitError
 from ..estimate import Ledger, Rates

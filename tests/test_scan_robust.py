@@ -861,3 +861,20 @@ def test_a_number_among_the_attributes_makes_another_step() -> None:
         run()
         net.zero_grad()
         assert remat.measure(run).peak_bytes <= budget
+
+
+def test_advances_need_no_autograd_where_results_are_the_same_without() -> None:
+    """The first step is compared with itself, also where later ones are looked at for what needs gradients."""
+    modes: list[bool] = []
+    cell, xs, start = nn.LSTMCell(D, H), torch.randn(STEPS, B, D), (torch.zeros(B, H), torch.zeros(B, H))
+
+    def step(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        if not remat.is_recomputing():
+            modes.append(torch.is_grad_enabled())
+        carry = cell(x, carry)
+        return carry, carry[0].square().mean()
+
+    with pytest.raises(remat.InfeasibleBudget) as refusal:
+        remat.scan(step, start, xs, budget=1)
+    remat.scan(step, start, xs, budget=refusal.value.smallest_budget_bytes)
+    assert not all(modes[-STEPS:]), "steps that keep no tape run without autograd"

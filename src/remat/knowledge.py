@@ -233,6 +233,7 @@ class _Discovery:
         self.call = call
         self.loop = call.loop(None, call.carry, call.inputs.leaves)
         self.states = States(call.sources)
+        self.recorded_once: Leaves = []
 
     def nature(self) -> Nature:
         """What the step does.
@@ -252,7 +253,7 @@ class _Discovery:
             moved_bytes = _moved_bytes(carry, plain or after)
             refuse_changes(fixed, versions)
             changes = self._changes()
-        same = plain is not None and all(map(_same_bits, plain, [*after, *outputs]))
+        same = plain is not None and all(map(_same_bits, plain, self.recorded_once))
         could = tuple(map(could_need, after)), tuple(map(could_need, outputs))
         return Nature(
             needed=Needed(united(flags for flags, _ in orbit), united(flags for _, flags in orbit), changes),
@@ -273,6 +274,7 @@ class _Discovery:
         """
         needs, orbit = self.call.needs, []
         after, outputs, unread = self._record(0, self.call.carry, needs)
+        self.recorded_once = [*detached(after), *detached(outputs)]  # what running without autograd is compared with
         for index in range(1, _TRANSIENT + 1):
             orbit.append((flags_of(after), flags_of(outputs)))
             if orbit[-1][0] == needs:

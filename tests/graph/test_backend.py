@@ -74,6 +74,8 @@ def test_a_step_is_eagers_within_every_budget(name: str, gradients_exist: bool, 
     peak = measured_peak(call, tensors, gradients_exist=gradients_exist)
     assert peak <= budget
     assert planned(compilation) == pytest.approx(peak, rel=0.02)
+    assert compilation.plan is not None
+    assert compilation.plan.in_place
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ liveness    exact bytes over time of any order of (re)computations              
 arena       offsets of all blocks in one arena, close to what is alive                           (no torch)
 blocks      the lifetimes of all blocks of a program                                             (no torch)
 inplace     which results take the storage of a dead input                                       (no torch)
-inplace_ops the same in FX graphs, executed
+inplace_ops the operators that can, and how they are called
 cuts        the forward as positions, and where little crosses                                   (no torch)
 replay      what is kept, as a program                                                           (no torch)
 strategies/ Chen's: drop-cheap, √n, algorithm 3, the recursion                                   (no torch)

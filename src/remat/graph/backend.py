@@ -26,6 +26,7 @@ from .dropout import decompositions
 from .emission import emit
 from .gates import Run, backward_function, forward_of, run_key, through_gates
 from .graphs import Graph, Program
+from .inplace_ops import candidates
 from .liveness import uses
 from .lowering import stepwise, straight
 from .op_costs import estimated, measured
@@ -217,14 +218,14 @@ class Compilation:
             parameters=[k for k, leaf in enumerate(self.leaves) if leaf] if plain else (),
             costs=estimated if parallel else measured,
         )
-        planner = Planner(graph, gradients_exist=self.options.gradients_exist and plain)
+        planner = Planner(graph, gradients_exist=self.options.gradients_exist and plain, candidates=candidates(nodes))
         budget = self.options.budget_bytes
         self.plan = planner.plan(planner.plain_bytes if budget is None else budget)
         with _lock:
             _plans.append(self.plan)
         if plain:
             self.stops = stops_of(graph, self.plan.program, self.plan.budget_bytes // WAITING_SHARE)
-        forward, backward = emit(joint, nodes, graph, self.plan.program, num_fwd_outputs)
+        forward, backward = emit(joint, nodes, graph, self.plan.program, num_fwd_outputs, self.plan.in_place)
         _add_key(forward, backward, num_fwd_outputs)
         return forward, backward
 

@@ -3,12 +3,13 @@
 Every execution becomes a node of its own, in the program's order. What the backward takes from the forward is what the
 program says is alive across the turn. A random operator that is run again first has the state of its generator saved,
 and every later run draws under that state, so that it gives the same numbers and the stream outside does not notice.
+A step that the plan lets overwrite an input calls the overload that does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import fx
 
 from .capture import is_batch_norm_in_training
 from .graphs import Graph, Kind, Program
+from .inplace_ops import overwriting
 from .liveness import uses
 from .op_costs import random_state, tensors_of
 
@@ -39,32 +41,46 @@ def draw_again(state: torch.Tensor, device: torch.device, op: Any, *args: Any, *
 
 
 def emit(
-    joint: fx.GraphModule, nodes: Sequence[fx.Node], graph: Graph, program: Program, forward_outputs: int
+    joint: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    graph: Graph,
+    program: Program,
+    forward_outputs: int,
+    in_place: Mapping[int, int] | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward modules of a program, as AOTAutograd's partitioner returns them.
 
     The forward returns its outputs, then the tensors saved for the backward, then the numbers; the backward takes the
     numbers, then the tensors, then the tangents.
+
+    Args:
+        joint: the graph that was captured.
+        nodes: the FX node of each of the graph's nodes.
+        graph: what is run.
+        program: in this order, without dead executions.
+        forward_outputs: how many of the joint graph's results belong to the forward.
+        in_place: for a step of the program, the node whose storage its result takes, see `inplace.plan`.
     """
     (output,) = joint.graph.find_nodes(op="output")
     results = list(output.args[0])
     again = _drawn_again(graph, program)
     numbers, tensors = _saved(graph, nodes, program)
-    backward = _Half(graph, nodes, again, program.order[: program.forward_steps])
+    steps, taken = program.forward_steps, in_place or {}
+    backward = _Half(graph, nodes, again, program.order[:steps])
     for index in (*numbers, *tensors):
         backward.place(index)
     for index in again:
         backward.place_state(index)
     for index in graph.tangents:
         backward.copy(index)
-    backward.run(program.order[program.forward_steps :])
+    backward.run(program.order[steps:], {step - steps: source for step, source in taken.items()})
     backward.finish(tuple(backward.result(r) for r in results[forward_outputs:]))
     tensors = [index for index in tensors if backward.placed[index].users]
     backward.prune()
     forward = _Half(graph, nodes, again)
     for index in graph.inputs:
         forward.copy(index)
-    forward.run(program.order[: program.forward_steps])
+    forward.run(program.order[:steps], taken)
     returned = [forward.result(r) for r in results[:forward_outputs]]
     saved = [forward.value(index) for index in tensors] + [forward.states[index] for index in again]
     forward.finish((*returned, *saved, *(forward.value(index) for index in numbers)))
@@ -152,9 +168,11 @@ class _Half:
     def result(self, result: Any) -> Any:
         return self._argument(result) if isinstance(result, fx.Node) else result
 
-    def run(self, order: Sequence[int]) -> None:
-        for index in order:
-            if index in self.states:
+    def run(self, order: Sequence[int], in_place: Mapping[int, int]) -> None:
+        for step, index in enumerate(order):
+            if step in in_place:
+                self._overwrite(index, in_place[step])
+            elif index in self.states:
                 self._draw_again(index)
             elif index in self.executed and is_batch_norm_in_training(self.nodes[index]):
                 self._normalise_again(index)
@@ -179,6 +197,12 @@ class _Half:
     def _call(self, index: int, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
         self.env[index] = self.made.call_function(target, args, kwargs)
         self.env[index].meta = dict(self.nodes[index].meta)
+
+    def _overwrite(self, index: int, source: int) -> None:
+        call = overwriting(self.nodes[index], self.nodes[source])
+        assert call is not None, f"{self.nodes[index]} was planned to overwrite {self.nodes[source]}, which it cannot"
+        target, args, kwargs = call
+        self._call(index, target, fx.map_arg(args, self._argument), fx.map_arg(kwargs, self._argument))
 
     def _draw_again(self, index: int) -> None:
         node = self.nodes[index]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .graphs import Graph, Program
-from .liveness import Machine
+from .liveness import Liveness, Machine
 
 
 def plan(
@@ -30,9 +30,16 @@ def plan(
         candidates: for a node, the nodes whose values its operator can overwrite, preferred ones first.
         gradients_exist: as in `liveness`.
     """
+    return planned(graph, program, candidates, gradients_exist=gradients_exist)[0]
+
+
+def planned(
+    graph: Graph, program: Program, candidates: Mapping[int, Sequence[int]], *, gradients_exist: bool = False
+) -> tuple[dict[int, int], Liveness]:
+    """What `plan` says, and the bytes over time of the program run so."""
     planner = _Planner(graph, program, candidates, gradients_exist)
     planner.run_all()
-    return planner.taken
+    return planner.taken, Liveness(tuple(planner.during), tuple(planner.after))
 
 
 class _Planner(Machine):

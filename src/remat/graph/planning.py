@@ -6,7 +6,8 @@ moved until the program that comes out, of which every byte is known, is the fas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
@@ -14,7 +15,8 @@ from ..chains import Chain, Stage
 from ..errors import InfeasibleBudget
 from ..plans import plan as plan_chain
 from .graphs import Graph, Program
-from .liveness import liveness, without_dead
+from .inplace import planned
+from .liveness import without_dead
 from .menus import Menu, menu, piece
 from .programs import program
 from .segments import root_bytes, segment
@@ -38,6 +40,7 @@ class GraphPlan:
         seconds: time of all executions.
         plain_peak_bytes: the peak without recomputation.
         plain_s: the time without.
+        in_place: for a step of the program, the node whose storage its result takes.
     """
 
     graph: Graph
@@ -47,6 +50,7 @@ class GraphPlan:
     seconds: float
     plain_peak_bytes: int
     plain_s: float
+    in_place: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def time_ratio(self) -> float:
@@ -60,11 +64,19 @@ class Planner:
     Args:
         graph: what is planned.
         gradients_exist: whether gradients of parameters are added into a `.grad` that is there already.
+        candidates: what each node may overwrite, see `inplace.plan`; without, nothing is.
     """
 
-    def __init__(self, graph: Graph, *, gradients_exist: bool = False) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        gradients_exist: bool = False,
+        candidates: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
         self.graph = graph
         self.gradients_exist = gradients_exist
+        self.candidates = candidates or {}
         self.plain = self._judged(without_dead(graph, graph.plain))
         self.segments = segment(graph)
         self.menus, self.tapes = self._menus()
@@ -73,8 +85,8 @@ class Planner:
         self._least_asked = 1  # the chain makes nothing of less
 
     def _judged(self, made: Program) -> tuple[Program, int, float]:
-        peak = liveness(self.graph, made, gradients_exist=self.gradients_exist).peak_bytes
-        return made, peak, self.graph.seconds_of(made)
+        _, found = planned(self.graph, made, self.candidates, gradients_exist=self.gradients_exist)
+        return made, found.peak_bytes, self.graph.seconds_of(made)
 
     @cached_property
     def _by_rule(self) -> tuple[tuple[Program, int, float], ...]:
@@ -141,7 +153,12 @@ class Planner:
         return min(fitting, key=lambda found: (found[2], found[1]), default=None)
 
     def _result(self, budget_bytes: int, found: tuple[Program, int, float]) -> GraphPlan:
-        return GraphPlan(self.graph, found[0], budget_bytes, found[1], found[2], self.plain[1], self.plain[2])
+        made, peak_bytes, seconds = found
+        in_place, _ = planned(self.graph, made, self.candidates, gradients_exist=self.gradients_exist)
+        _, plain_peak_bytes, plain_s = self.plain
+        return GraphPlan(
+            self.graph, made, budget_bytes, peak_bytes, seconds, plain_peak_bytes, plain_s, in_place=in_place
+        )
 
     @property
     def _fixed_bytes(self) -> int:

@@ -58,7 +58,7 @@ class Table:
         self.candidates = candidates
         self.gradients_exist = gradients_exist
         self.plain = without_dead(graph, graph.plain)
-        self.planner = Planner(graph, gradients_exist=gradients_exist)
+        self.planner = Planner(graph, gradients_exist=gradients_exist, candidates=candidates)
         self.plain_bytes = liveness(graph, self.plain, gradients_exist=gradients_exist).peak_bytes
 
     def rows(self, shares: Iterable[float] = SHARES) -> Iterator[Row]:

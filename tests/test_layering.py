@@ -73,6 +73,7 @@ LAYERS = {
         "options",
         "problems",
         "reporting",
+        "targets",
     },
 }
 WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"cli", "options", "problems", "reporting"}

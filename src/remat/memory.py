@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from . import options
+from . import options, targets
 from .options import option
 
 if TYPE_CHECKING:
@@ -28,7 +26,9 @@ def command(
     network: Annotated[str, typer.Argument(metavar="NETWORK", help="resnet, lstm, or MODULE:FUNCTION of yours.")] = "",
     size: Annotated[int | None, option(options.count, "N", "Layers of the resnet, steps of the lstm.")] = None,
     batch: Annotated[int | None, option(options.count, "N", "Examples in a batch.")] = None,
-    shape: Annotated[str, typer.Option("--input", metavar="AxBx…", help="Shape of your model's input.")] = "",
+    entering: Annotated[
+        targets.Input | None, option(targets.parse_input, "SHAPE", f"Your model's: {targets.FORM}.", "--input")
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Time the operators here, not by estimate.")] = False,
     picture: Annotated[str | None, option(options.picture, "FILE", "Draw the table.")] = None,
     figures: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw over depth and length instead.")] = None,
@@ -36,8 +36,8 @@ def command(
 ) -> None:
     """What a training step takes with no optimisation, in-place, sharing, dropping, and remat: Chen's table.
 
-    FUNCTION returns a model; it is called with a float tensor of the shape --input. Nothing is trained, and the memory
-    that is spoken of need not be there.
+    FUNCTION returns a model; it is called with a tensor as --input says. Nothing is trained, and the memory that is
+    spoken of need not be there.
     """
     if figures is not None:
         _draw(figures, quick)
@@ -46,7 +46,7 @@ def command(
         raise typer.TyperException("NETWORK missing: resnet, lstm, or MODULE:FUNCTION with --input")
     from .explain import explain
 
-    model, example, title = _yours(network, shape) if ":" in network else _known(network, size, batch)
+    model, example, title = _yours(network, entering) if ":" in network else _known(network, size, batch)
     explained = explain(model, example, costs="measured" if measure else "estimated")
     print(title)
     print(explained)
@@ -70,24 +70,16 @@ def _known(name: str, size: int | None, batch: int | None) -> tuple[Any, Any, st
         raise typer.TyperException(str(error)) from None
 
 
-def _yours(name: str, shape: str) -> tuple[Any, Any, str]:
-    """A model from the user's own function, found as Python finds modules, the current directory included."""
+def _yours(name: str, entering: targets.Input | None) -> tuple[Any, Any, str]:
+    """A model from the user's own function."""
     import torch
 
-    sizes = shape.split("x")
-    if not all(part.isdecimal() for part in sizes):
-        raise typer.TyperException(f"--input is a shape like 8x3x224x224, not {shape!r}")
-    module, _, function = name.partition(":")
-    sys.path.insert(0, "")
-    try:
-        model = getattr(import_module(module), function)()
-    except (ImportError, AttributeError) as error:
-        raise typer.TyperException(f"{name}: {error}") from None
-    finally:
-        sys.path.remove("")
+    if entering is None:
+        raise typer.TyperException(f"--input missing: what {name} is called with, {targets.FORM}")
+    model = targets.load(name)
     if not isinstance(model, torch.nn.Module):
         raise typer.TyperException(f"{name} returned {type(model).__name__}, not a torch.nn.Module")
-    return model, torch.empty([int(part) for part in sizes]), f"{name}, input {shape}"
+    return model, entering.tensor(), f"{name}, input {entering}"
 
 
 # ---- over depth and length

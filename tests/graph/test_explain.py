@@ -141,7 +141,7 @@ def test_the_command_with_a_model_of_ones_own(
     [
         (["memory"], "NETWORK missing"),
         (["memory", "vgg"], "no network is called 'vgg'"),
-        (["memory", "os:getcwd"], "--input is a shape"),
+        (["memory", "os:getcwd"], "--input missing"),
         (["memory", "os:getcwd", "--input", "2x2"], "not a torch.nn.Module"),
         (["memory", "no_such_module:make", "--input", "2"], "no_such_module"),
         (["memory", "resnet", "--size", "3"], "at least 14 layers"),

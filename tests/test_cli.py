@@ -121,7 +121,7 @@ def test_the_curve_of_a_chain_from_a_file(capsys: pytest.CaptureFixture[str], tm
     assert "◆ the knee" in capsys.readouterr().out
     path.write_text('{"runs": 5}')
     assert main(["curve", "--chain", str(path)]) == 2
-    assert capsys.readouterr().err.startswith(f"remat: --chain {path}: Expected `array`")
+    assert capsys.readouterr().err.startswith(f"remat: {path}: Expected `array`")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,13 @@ def test_the_curve_of_a_chain_from_a_file(capsys: pytest.CaptureFixture[str], tm
         ("plan --steps 10 --nope", "--nope"),
         ("plan --steps 10", "--carry, --tape, --budget missing"),
         ("plan --steps 10 --carry 5", "--tape, --budget missing"),
-        ("plan --steps 10 --carry 5 --tape 7Gib please", "unexpected extra argument"),
+        (
+            "plan --steps 10 --carry 5 --tape 7Gib please",
+            "please says all about the chain and excludes --steps, --carry, --tape",
+        ),
+        ("plan chain.json", "--budget missing"),
+        ("plan chain.json and --budget 1GiB", "unexpected extra argument"),
+        ("plan pyproject.toml --budget 1GiB", "pyproject.toml: "),
         ("plan --steps 10 --carry x --tape 1 --budget 9", "'x' is not a size"),
         ("plan --steps 10 --carry 1 --tape 1 --budget 0", "must be positive"),
         ("plan --steps 10 --slots 3 --budget 5MiB", "excludes --budget"),

@@ -68,6 +68,7 @@ LAYERS = {
         "demo",
         "figures",
         "integrations",
+        "measuring",
         "memory",
         "networks",
         "options",

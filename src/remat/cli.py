@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from . import __version__, memory, options, problems, reporting
+from . import __version__, measuring, memory, options, problems, reporting
 from .chains import Chain
 from .errors import InfeasibleBudget, RematError, UnsupportedChain
 from .options import option
@@ -71,7 +71,11 @@ def _remat(
 
 @app.command("plan")
 def _plan(
-    steps: Annotated[int, option(options.count, "N", "How often the step is applied.")],
+    chain_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CHAIN.json]", help="Instead of sizes: a chain as remat profile writes it."),
+    ] = None,
+    steps: Annotated[int | None, option(options.count, "N", "How often the step is applied.")] = None,
     carry: Annotated[int | None, option(options.amount, "SIZE", "What goes from a step to the next.")] = None,
     tape: Annotated[
         int | None,
@@ -85,7 +89,9 @@ def _plan(
     alpha: Annotated[
         int | None, option(options.count, "N", "With --slots: an internal state's cost in hidden states (2).")
     ] = None,
-    planner: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(names())}.")] = "tight",
+    planner: Annotated[
+        str, typer.Option(metavar="NAME", help=f"One of {', '.join(names())} (tight; auto for a file).")
+    ] = "",
     forward_ms: Annotated[float | None, option(options.milliseconds, "MS", "A step without a tape (1).")] = None,
     record_ms: Annotated[
         float | None, option(options.milliseconds, "MS", "A step with its tape kept (as forward).")
@@ -101,20 +107,26 @@ def _plan(
     actions: Annotated[bool, typer.Option("--actions", help="With --json: write every action too.")] = False,
     picture: Annotated[str | None, option(options.picture, "FILE", "Draw memory over time (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Plan a chain of equal steps and explain the plan.
+    """Plan a chain and explain the plan.
 
     In bytes: remat plan --steps 1000 --carry 32KiB --tape 120KiB --budget 5MiB
+
+    From a file: remat plan chain.json --budget 2GiB
 
     In the papers' units: remat plan --steps 1000 --slots 50 --planner ism
     """
     in_bytes = {"--carry": carry, "--tape": tape, "--budget": budget, "--workspace": workspace}
     times = {"--forward-ms": forward_ms, "--record-ms": record_ms, "--backward-ms": backward_ms}
-    _check_options({**in_bytes, **times}, slots, alpha, actions and json_file is None)
+    in_slots = {"--slots": slots, "--alpha": alpha}
+    planner = planner or ("auto" if chain_file else "tight")
+    _check_options(chain_file, {"--steps": steps, **in_bytes, **times}, in_slots, actions and json_file is None)
     problems.check_planner(planner)
-    if slots is not None:
-        chain, budget_bytes, units = problem_in_slots(planner, steps, slots, alpha or 2)
+    if chain_file is not None:
+        chain, budget_bytes, units = problems.read_chain(chain_file), budget or 0, BYTES
+    elif slots is not None:
+        chain, budget_bytes, units = problem_in_slots(planner, steps or 0, slots, alpha or 2)
     else:
-        chain = problems.repeated(steps, carry or 0, tape or 0, workspace or 0, *times.values())
+        chain = problems.repeated(steps or 0, carry or 0, tape or 0, workspace or 0, *times.values())
         budget_bytes, units = budget or 0, BYTES
     made = _made(chain, budget_bytes, planner, slots, units)
     with options.writing("--picture", picture):
@@ -140,14 +152,30 @@ def _made(chain: Chain, budget_bytes: int, planner: str, slots: int | None, unit
         ) from None
 
 
-def _check_options(in_bytes: Mapping[str, object], slots: int | None, alpha: int | None, lone_actions: bool) -> None:
-    given = [name for name, value in in_bytes.items() if value is not None]
-    if slots is not None and given:
-        raise typer.TyperException(f"--slots counts in the papers' units and excludes {', '.join(given)}")
-    missing = [name for name in ("--carry", "--tape", "--budget") if in_bytes[name] is None]
-    if slots is None and missing:
-        raise typer.TyperException(f"{', '.join(missing)} missing: give --carry, --tape and --budget, or --slots alone")
-    if alpha is not None and slots is None:
+def _check_options(
+    chain_file: Path | None,
+    in_bytes: Mapping[str, object],
+    in_slots: Mapping[str, object],
+    lone_actions: bool,
+) -> None:
+    given = [name for name, value in {**in_bytes, **in_slots}.items() if value is not None]
+    slots = in_slots["--slots"] is not None
+    if chain_file is not None:
+        if others := [name for name in given if name != "--budget"]:
+            raise typer.TyperException(f"{chain_file} says all about the chain and excludes {', '.join(others)}")
+        needed = ["--budget"]
+    else:
+        if in_bytes["--steps"] is None:
+            raise typer.TyperException("--steps missing: give it with sizes or with --slots, or a chain's file instead")
+        needed = [] if slots else ["--carry", "--tape", "--budget"]
+    excluded = [name for name in given if name in in_bytes and name != "--steps"]
+    if slots and excluded:
+        raise typer.TyperException(f"--slots counts in the papers' units and excludes {', '.join(excluded)}")
+    missing = [name for name in needed if in_bytes[name] is None]
+    if missing:
+        ways = "" if chain_file else ": give --carry, --tape and --budget, or --slots alone"
+        raise typer.TyperException(f"{', '.join(missing)} missing{ways}")
+    if in_slots["--alpha"] is not None and not slots:
         raise typer.TyperException("--alpha belongs to --slots; in bytes, --carry and --tape say the same")
     if lone_actions:
         raise typer.TyperException("--actions writes into the file of --json, which is missing")
@@ -285,6 +313,11 @@ def _curve(
             options.write(json_file, [json.dumps(curves.figures(curve, units), indent=2), "\n"])
     if json_file != "-":
         curves.show(curve, units)
+
+
+# ---- remat profile
+
+app.command("profile")(measuring.command)
 
 
 # ---- remat report

@@ -69,4 +69,4 @@ def read_chain(path: Path) -> Chain:
         return Chain.from_json(path.read_bytes())
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise typer.TyperException(f"--chain {path}: {reason}") from None
+        raise typer.TyperException(f"{path}: {reason}") from None

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from harness import interleaved, publish, ratio
+from harness import RESULTS, interleaved, publish, ratio, table, where
 
 SHARES = (0.5, 0.25, 0.15)
+CHECKPOINTED = ("GPT-2", "Llama")  # compared with the library's own recomputation
 Case = Callable[[], tuple[nn.Module, dict[str, Any]]]
 CASES: dict[str, Case] = {}
 
@@ -159,7 +163,7 @@ def flow() -> tuple[nn.Module, dict[str, Any]]:
     return Flow(), {"y": torch.randn(64, 32)}
 
 
-# ---- the table
+# ---- one model, in a process of its own
 
 
 def made(make: Case) -> tuple[nn.Module, dict[str, Any]]:
@@ -187,64 +191,129 @@ def trained(model: nn.Module, inputs: dict[str, Any]) -> tuple[int, list[Tensor]
     return taken.peak_bytes, [taken.value, *gradients, *(buffer.clone() for buffer in model.buffers())]
 
 
-def rows(name: str, rounds: int) -> list[list[str]]:
-    """The lines of one model."""
-    plain, inputs = made(CASES[name])
-    plain_bytes, wanted = trained(plain, inputs)
-    jobs: dict[str, Callable[[], object]] = {"plain": lambda: step(plain, inputs)}
-    found: dict[str, list[str]] = {}
-    for share in SHARES:
-        budget_bytes, key = int(share * plain_bytes), f"{share:.0%}"
-        model, _ = made(CASES[name])
-        row = found[key] = [name, key, f"{budget_bytes:,}"]
+class Compared:
+    """Ways of training one model, compared with the plain one.
+
+    Args:
+        name: the model's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        plain, self.inputs = made(CASES[name])
+        self.plain_bytes, self.wanted = trained(plain, self.inputs)
+        self.jobs: dict[str, Callable[[], object]] = {"plain": lambda: step(plain, self.inputs)}
+        self.rows: dict[str, list[str]] = {}
+
+    def fitted(self, key: str, budget_bytes: int) -> None:
+        """Add the model within a budget."""
+        model, _ = made(CASES[self.name])
         try:
-            remat.fit(model, budget=budget_bytes, **inputs)
+            remat.fit(model, budget=budget_bytes, **self.inputs)
         except remat.InfeasibleBudget as refused:
-            row += [f"refused: needs {refused.smallest_budget_bytes / plain_bytes:.0%}", "", "", "", ""]
-            continue
+            needs = f"refused: needs {refused.smallest_budget_bytes / self.plain_bytes:.0%}"
+            self.rows[key] = [self.name, key, f"{budget_bytes:,}", needs, "", "", ""]
         except remat.FitError:
-            row += ["refused: no way", "", "", "", ""]
-            continue
-        peak_bytes, gave = trained(model, inputs)
-        same = all(map(torch.equal, gave, wanted))
-        held = "yes" if peak_bytes <= budget_bytes else "NO"
-        row += [model.remat.way, f"{peak_bytes / plain_bytes:.1%}", held, "equal" if same else "DIFFERENT"]
-        jobs[key] = lambda model=model: step(model, inputs)
-    spent = interleaved(jobs, rounds)
-    for key in found.keys() & jobs.keys():
-        found[key].append(f"{ratio(spent, key, 'plain'):.2f}")
-    return list(found.values())
+            self.rows[key] = [self.name, key, f"{budget_bytes:,}", "refused: no way", "", "", ""]
+        else:
+            self.added(key, budget_bytes, model, str(model.remat.way))
+
+    def checkpointed(self) -> int:
+        """Add the library's own recomputation; returns its peak."""
+        model, _ = made(CASES[self.name])
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        return self.added("gradient_checkpointing=True", 0, model, "every block")
+
+    def added(self, key: str, budget_bytes: int, model: nn.Module, way: str) -> int:
+        """Measure a model; its peak."""
+        peak_bytes, gave = trained(model, self.inputs)
+        same = "equal" if all(map(torch.equal, gave, self.wanted)) else "DIFFERENT"
+        held = ("yes" if peak_bytes <= budget_bytes else "NO") if budget_bytes else "–"
+        budget = f"{budget_bytes:,}" if budget_bytes else "–"
+        self.rows[key] = [self.name, key, budget, way, f"{peak_bytes / self.plain_bytes:.1%}", held, same]
+        self.jobs[key] = lambda: step(model, self.inputs)
+        return peak_bytes
+
+    def timed(self, rounds: int) -> list[list[str]]:
+        """The rows, with times."""
+        spent = interleaved(self.jobs, rounds)
+        times = {key: f"{ratio(spent, key, 'plain'):.2f}" for key in self.jobs}
+        return [[*row, times.get(key, "")] for key, row in self.rows.items()]
 
 
-def main(names: list[str], rounds: int) -> None:
-    table: list[list[str]] = []
-    for name in names:
-        table += rows(name, rounds)
-        for row in table[-len(SHARES) :]:
-            print(*row, sep=" | ", flush=True)
-    columns = [
-        "model",
-        "budget",
-        "bytes",
-        "way",
-        "measured peak / plain's",
-        "held",
-        "step's results",
-        "CPU time / plain",
-    ]
+def one(name: str, rounds: int) -> dict[str, list[list[str]]]:
+    """The rows of one model in both tables."""
+    shares = Compared(name)
+    for share in SHARES:
+        shares.fitted(f"{share:.0%}", int(share * shares.plain_bytes))
+    found = {"shares": shares.timed(rounds), "checkpointing": []}
+    if name in CHECKPOINTED:
+        against = Compared(name)
+        peak_bytes = against.checkpointed()
+        against.fitted("remat.fit, the same memory", peak_bytes)
+        against.fitted("remat.fit, half of the rest", (peak_bytes + against.plain_bytes) // 2)
+        found["checkpointing"] = against.timed(rounds)
+    return found
+
+
+# ---- the tables
+
+
+def asked(name: str, rounds: int, limit_s: float) -> dict[str, list[list[str]]]:
+    """The same from a fresh process; what goes wrong there is a row that says so."""
+    command = [sys.executable, __file__, "--one", name, "--rounds", str(rounds)]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        why = f"FAILED: not done after {limit_s:.0f} s"
+    else:
+        if done.returncode == 0:
+            found: dict[str, list[list[str]]] = json.loads(done.stdout.splitlines()[-1])
+            return found
+        why = "FAILED: " + (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return {"shares": [[name, "", "", why, "", "", "", ""]], "checkpointing": []}
+
+
+def keep(shares: list[list[str]], against: list[list[str]], rounds: int, *, show: bool) -> None:
+    """Write what there is so far."""
+    columns = ["model", "budget", "bytes", "way", "measured peak / plain's", "held", "step's results"]
+    columns.append("CPU time / plain")
     notes = [
-        f"{rounds} rounds, interleaved, {torch.get_num_threads()} threads. What is refused is refused by an error that "
-        "names the smallest budget that works, or what stood in the way.",
+        f"{rounds} rounds, interleaved, each model in a process of its own. What is refused is refused by an error "
+        "that names the smallest budget that works, or what stood in the way.",
+        "",
+        "## Against the library's own recomputation",
+        "",
+        *table(["model", "how", *columns[2:]], against),
     ]
-    publish("models", "Models that others wrote, within shares of their plain peak", columns, table, notes)
+    publish("models", "Models that others wrote, within shares of their plain peak", columns, shares, notes, show=show)
+    everything = {"where": where(), "rounds": rounds, "columns": columns, "shares": shares, "checkpointing": against}
+    (RESULTS / "models.json").write_text(json.dumps(everything, indent=1, ensure_ascii=False) + "\n")
+
+
+def main(names: list[str], rounds: int, limit_s: float) -> None:
+    shares: list[list[str]] = []
+    against: list[list[str]] = []
+    for name in names:
+        found = asked(name, rounds, limit_s)
+        shares += found["shares"]
+        against += found["checkpointing"]
+        for row in (*found["shares"], *found["checkpointing"]):
+            print(*row, sep=" | ", flush=True)
+        keep(shares, against, rounds, show=name == names[-1])
 
 
 if __name__ == "__main__":
-    os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, default=120, help="seconds for one model")
+    parser.add_argument("--one", choices=list(CASES), help="one model here, as JSON")
     given = parser.parse_args()
-    main(given.models, given.rounds)
+    if given.one:
+        print(json.dumps(one(given.one, given.rounds)))
+    else:
+        main(given.models, given.rounds, given.limit_s)

@@ -49,6 +49,7 @@ LAYERS = {
         "blockcalls",
         "calls",
         "chain",
+        "check",
         "chunking",
         "explain",
         "compiling",
@@ -63,6 +64,7 @@ LAYERS = {
         "sequential",
     },
     "L5": {
+        "checking",
         "cli",
         "deep",
         "demo",
@@ -77,7 +79,7 @@ LAYERS = {
         "targets",
     },
 }
-WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"cli", "options", "problems", "reporting"}
+WITHOUT_TORCH = LAYERS["L0"] | LAYERS["L1"] | LAYERS["L2"] | {"checking", "cli", "options", "problems", "reporting"}
 # Siblings that must not share a defect: the judge knows no planner, and no planner asks the judge.
 STRANGERS = [("simulator", "planners"), ("planners", "simulator"), ("planners", "plans"), ("planners", "report")]
 

@@ -73,15 +73,27 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
 def publish(
-    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
+    name: str,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str] = (),
+    *,
+    show: bool = True,
 ) -> None:
-    """Print a table and keep it, as text for people, under `results/`."""
+    """Print a table, unless it is not to be shown yet, and keep it, as text for people, under `results/`."""
     lines = [f"# {title}", "", ", ".join(f"{key} {value}" for key, value in where().items()), ""]
-    lines += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += table(columns, rows)
     lines += ["", *notes] if notes else []
     text = "\n".join(lines) + "\n"
-    print(text)
+    if show:
+        print(text)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)

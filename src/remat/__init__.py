@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .chains import Chain as Chain
     from .chains import Stage as Stage
     from .chains import Tape as Tape
+    from .check import Check as Check
+    from .check import check as check
     from .errors import FitError as FitError
     from .errors import InfeasibleBudget as InfeasibleBudget
     from .errors import RematError as RematError
@@ -43,6 +45,7 @@ _HOMES: Final = {
     "explain": "explain",
     "is_recomputing": "ambient",
     "Chain": "chains",
+    "Check": "check",
     "Explanation": "explain",
     "FitError": "errors",
     "InfeasibleBudget": "errors",
@@ -56,6 +59,7 @@ _HOMES: Final = {
     "Tape": "chains",
     "UnsupportedChain": "errors",
     "chain": "chain",
+    "check": "check",
     "fit": "fit",
     "measure": "meter",
     "plan": "plans",
@@ -69,6 +73,7 @@ _HOMES: Final = {
 
 __all__ = [
     "Chain",
+    "Check",
     "Explanation",
     "FitError",
     "InfeasibleBudget",
@@ -83,6 +88,7 @@ __all__ = [
     "UnsupportedChain",
     "__version__",
     "chain",
+    "check",
     "explain",
     "fit",
     "is_recomputing",

@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from . import __version__, measuring, memory, options, problems, reporting
+from . import __version__, checking, measuring, memory, options, problems, reporting
 from .chains import Chain
 from .errors import InfeasibleBudget, RematError, UnsupportedChain
 from .options import option
@@ -346,6 +346,10 @@ def _figures(
 
 
 app.command("memory")(memory.command)
+
+# ---- remat check
+
+app.command("check")(checking.command)
 
 
 # ---- remat bench

@@ -69,8 +69,8 @@ def fit(
         FitError: there is no way to train this model inside a budget; says what stood in the way of each.
         TypeError: `model` is no `nn.Module`.
     """
-    _check(model)
-    limit = budget_bytes(None if budget == "auto" else budget, _device(model))
+    refuse_unfit(model)
+    limit = budget_bytes(None if budget == "auto" else budget, device_of(model))
     needs = needs_of(optimizer) if optimizer is not None else Needs(0, 0)
     needs.check(limit, model)
     handle = Fitted(model, limit, needs.state_bytes)
@@ -205,12 +205,18 @@ def _like(leaf: Any) -> Hashable:
     return leaf if isinstance(leaf, int | float | str | None) else kind
 
 
-def _device(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """Whose memory counts."""
     tensors: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
     return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), torch.device("cpu"))
 
 
-def _check(model: nn.Module) -> None:
+def refuse_unfit(model: nn.Module) -> None:
+    """Refuse what `fit` cannot take, whatever its forward does.
+
+    Raises:
+        FitError, TypeError: as `fit`.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fit takes an nn.Module, not a {type(model).__name__}; for functions there is remat.chain")
     names = {base.__name__ for module in model.modules() for base in type(module).__mro__}

@@ -74,7 +74,7 @@ def chain_on_paper(
         StepError: a block asks for the values of its tensors, or cannot be copied.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), silence():
-        fakes = _Fakes(mode, rates.device_type)
+        fakes = Fakes(mode, rates.device_type)
         fakes.take(functions, (x, shared, named))
         blocks = [fakes.copy(function) for function in functions]
         x, shared, named = (fakes.copy(value) for value in (x, shared, named))
@@ -96,7 +96,7 @@ def step_on_paper(step: Callable[[Any, Any], Any], carry: Any, xs: Any, length: 
         StepError: as `chain_on_paper`.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), silence():
-        fakes = _Fakes(mode, rates.device_type)
+        fakes = Fakes(mode, rates.device_type)
         fakes.take([step], (carry, xs))
         step, carry, xs = (fakes.copy(part) for part in (step, carry, xs))
         call = Call(step, carry, Inputs(xs, length))
@@ -152,7 +152,7 @@ def _needs_values(what: str, error: Exception) -> StepError:
     )
 
 
-class _Fakes:
+class Fakes:
     """Fake tensors for real ones, the same for the same."""
 
     def __init__(self, mode: FakeTensorMode, device_type: str) -> None:

@@ -141,6 +141,17 @@ def _chain_cost(gathered: Gathered) -> Cost:
     return Cost(least, max(least, whole.peak_bytes), whole.chain)
 
 
+def cost_of(chain: Chain) -> Cost:
+    """What a loop costs of which only its chain is known."""
+    if not chain.length:
+        return Cost(0, 0, chain)
+    try:
+        least = plan(chain, 1).peak_bytes
+    except InfeasibleBudget as error:
+        least = error.smallest_budget_bytes
+    return Cost(least, max(least, plan(chain, _WHOLE, "keep-all").peak_bytes), chain)
+
+
 def _recurrent_cost(gathered: Gathered, budget_bytes: int) -> Cost:
     try:
         with KernelCalls(1, None):

@@ -6,13 +6,14 @@ results at no cost, while a ledger keeps the books of everything else. What is l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..ambient import Surroundings, recomputing
 from ..apart import by_itself
@@ -23,6 +24,7 @@ from ..mutable import mutable_sources
 from ..streams import random_sources
 from ..trees import Structure
 from . import seams
+from .itemised import Itemised
 from .loops import Loop, Watch, blocks_of, loops_of
 from .pending import PendingUse
 from .running import Gathered, Gathering
@@ -70,22 +72,33 @@ class Trials:
     Args:
         model: whose call it is.
         args, kwargs: what it is called with.
+        mode: the mode that fake tensors among these belong to; None if they are real.
+        rates: how fast the device is.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        mode: FakeTensorMode | None = None,
+        rates: Rates = _RATES,
+    ) -> None:
         self.model = model
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = mode if mode is not None else FakeTensorMode(allow_non_fake_inputs=True)
         structure = Structure((args, kwargs))
         leaves = structure.flatten((args, kwargs))
         self.inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.device = _device([*self.inputs, *model.parameters()])
         self.args, self.kwargs = structure.build([self._fake(leaf) for leaf in leaves])
+        self.rates = replace(rates, device_type=self.device.type)
         self.wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def _fake(self, leaf: Any) -> Any:
-        return self.mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        return self.mode.from_tensor(leaf)
 
     def loops(self) -> tuple[Loop, ...]:
         """The loops of the model's forward, whose blocks have seams.
@@ -101,17 +114,17 @@ class Trials:
         while True:
             loops = tuple(loops_of(watch, names, cuts))
             try:
-                with self._entered():
-                    self._run(loops, lambda _, gathered: gathered.loop.final)
+                self.gathered(loops, lambda _, gathered: gathered.loop.final)
                 return loops
             except PendingUse as use:
                 if use.maker in cuts or len(cuts) == _CUTS:
                     raise
                 cuts.append(use.maker)
 
-    def _run(self, loops: Sequence[Loop], answer: Any) -> Any:
-        with seams.observed(Gathering(loops, answer)):
-            return seams.own_call(self.model)(*self.args, **self.kwargs)
+    def gathered(self, loops: Sequence[Loop], answer: Callable[[int, Gathered], Sequence[Tensor]]) -> None:
+        """Run the forward, each loop answered by `answer`."""
+        with self._entered(), seams.observed(Gathering(loops, answer)):
+            seams.own_call(self.model)(*self.args, **self.kwargs)
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
@@ -122,7 +135,7 @@ class Trials:
 
     def books(self, loops: Sequence[Loop]) -> Ledger:
         """The books of a training step, with the loops answered by stand-ins that cost nothing."""
-        ledger = Ledger(replace(_RATES, device_type=self.device.type))
+        ledger = Ledger(self.rates)
         anchor = torch.zeros((), requires_grad=True)
 
         def answer(number: int, gathered: Gathered) -> Sequence[Tensor]:
@@ -134,7 +147,13 @@ class Trials:
 
     def plain(self) -> Ledger:
         """The books of the plain training step."""
-        ledger = Ledger(replace(_RATES, device_type=self.device.type))
+        ledger = Ledger(self.rates)
+        self._step(ledger, None, torch.zeros((), requires_grad=True))
+        return ledger
+
+    def itemised(self) -> Itemised:
+        """The same, with what every byte is for."""
+        ledger = Itemised(self.rates)
         self._step(ledger, None, torch.zeros((), requires_grad=True))
         return ledger
 
@@ -142,6 +161,8 @@ class Trials:
         with self._entered(), ledger:
             with seams.observed(observer):
                 result = seams.own_call(self.model)(*self.args, **self.kwargs)
+            if isinstance(ledger, Itemised):
+                ledger.end_forward()
             roots = _roots(result)
             if roots:
                 wanted = [*self.wanted, *(leaf for leaf in self._fakes() if leaf.requires_grad), anchor]
@@ -149,6 +170,8 @@ class Trials:
                 del result
                 gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
                 ledger.mark("end 0 0")
+                if isinstance(ledger, Itemised):
+                    ledger.end_step([g for g in gradients if g is not None])
                 del gradients
             else:
                 ledger.mark("end 0 0")
@@ -168,7 +191,7 @@ def tried(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     def job() -> Trial:
         trials = Trials(model, args, kwargs)
         loops = trials.loops()
-        return Trial(loops, _outside(trials.books(loops)), trials.plain().peak_bytes)
+        return Trial(loops, outside_of(trials.books(loops)), trials.plain().peak_bytes)
 
     with undisturbed(model):
         try:
@@ -205,7 +228,8 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), torch.device("cpu"))
 
 
-def _outside(ledger: Ledger) -> tuple[Phase, ...]:
+def outside_of(ledger: Ledger) -> tuple[Phase, ...]:
+    """What lies outside of loops that cost nothing in these books."""
     level, found = 0, []
     for phase in ledger.readings:
         peak, level = level + phase.peak_bytes, level + phase.net_bytes

@@ -75,7 +75,7 @@ def _why(error: Exception) -> str:
 def _by_loops(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget_bytes: int) -> Way:
     trial = tried(model, args, kwargs)
     unseen = any(loop.is_recurrent for loop in trial.loops)  # what their kernels keep does not show on paper
-    if not unseen and trial.plain_peak_bytes * (100 + _PERCENT_UNSEEN) // 100 <= budget_bytes:
+    if not unseen and with_unseen(trial.plain_peak_bytes) <= budget_bytes:
         return Plain(trial.plain_peak_bytes)
     if not trial.loops:
         raise FitError(
@@ -83,10 +83,16 @@ def _by_loops(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], b
             f"about {format_bytes(trial.plain_peak_bytes)})"
         )
     costs = survey(model, args, kwargs, trial, budget_bytes)
-    return Loops(_kind(model, trial.loops), trial, divided(budget_bytes, trial.outside, trial.loops, costs))
+    return Loops(kind_of(model, trial.loops), trial, divided(budget_bytes, trial.outside, trial.loops, costs))
 
 
-def _kind(model: nn.Module, loops: Sequence[Loop]) -> str:
+def with_unseen(plain_bytes: int) -> int:
+    """A budget that is sure to hold a plain step that takes so much on paper."""
+    return plain_bytes * (100 + _PERCENT_UNSEEN) // 100
+
+
+def kind_of(model: nn.Module, loops: Sequence[Loop]) -> str:
+    """The name of the way of these loops."""
     if type(model).forward is nn.Sequential.forward:
         return "chain"
     return "recurrent" if all(loop.is_recurrent for loop in loops) else "blocks"

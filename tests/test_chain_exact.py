@@ -24,10 +24,10 @@ from steps import leaf
 def test_every_stack_at_every_budget(name: str, level: str) -> None:
     make = STACKS[name]
     expected = observe(plain_chain, make())
-    if level == "constant":
-        given_ = {"budget": "1GiB", "planner": "constant"}
-    else:
-        given_ = {"budget": budget_at(make(), {"ample": 1, "tight": 0.4}[level])}
+    given_ = {
+        "ample": {"budget": "1GiB", "check": True},  # without check= it would be the plain loop
+        "constant": {"budget": "1GiB", "planner": "constant"},
+    }.get(level) or {"budget": budget_at(make(), 0.4)}
     assert_same(observe(chained(**given_), make()), expected)
 
 

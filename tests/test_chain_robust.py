@@ -20,7 +20,8 @@ from remat.schedules import Record
 from stacks import STACKS, B, D, Residual, budget_at, chained, of, plain_chain, planned
 from steps import leaf
 
-AMPLE, AGAIN = {"budget": "1GiB"}, {"budget": "1GiB", "planner": "constant"}  # nothing runs again; all does, often
+# Nothing runs again (but without check= that would be the plain loop); all does, often.
+AMPLE, AGAIN = {"budget": "1GiB", "check": True}, {"budget": "1GiB", "planner": "constant"}
 levels = pytest.mark.parametrize("settings", [AMPLE, AGAIN], ids=["ample", "constant"])
 
 
@@ -183,7 +184,7 @@ def test_memory_falls_by_reference_counting(settings: dict[str, Any]) -> None:
 
 def test_second_derivatives_are_refused() -> None:
     x = leaf(B, D)
-    total = remat.chain(residual(2), x, budget="1GiB").square().sum()
+    total = remat.chain(residual(2), x, **AGAIN).square().sum()
     with pytest.raises(remat.StepError, match=r"remat\.chain cannot be differentiated again"):
         torch.autograd.grad(total, x, create_graph=True)
 
@@ -234,7 +235,7 @@ def test_an_error_leaves_what_the_plain_loop_leaves(settings: dict[str, Any], wh
 
     blocks.insert(4, Trap.apply)
     expected = copy.deepcopy([block for block in blocks if isinstance(block, nn.Module)])
-    remat.plan_chain(blocks, x, **settings)
+    planned(of(blocks, x), settings["budget"])
     for block, other in zip((b for b in blocks if isinstance(b, nn.Module)), expected, strict=True):
         assert same(dict(block.named_buffers()), dict(other.named_buffers())), "planning leaves no trace"
     armed.append("forward" if where == "forward" else "backward")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -20,8 +21,9 @@ from .captures import unseen_leaves
 from .errors import LateChange, StepError
 from .interpreter import Interpreter
 from .plans import Plan
-from .ranges import AutogradRanges, Captured, Replays
+from .ranges import WHOLE, AutogradRanges, Captured, Replays
 from .recorded import detached, hooks_set_aside, needs_gradient, places_of
+from .schedules import Record
 from .silence import silence
 from .survey import Known, MissedTensors, refuse_unseen, storage_bytes, untraced
 from .trees import Leaves, leaves_of
@@ -79,7 +81,10 @@ def chain(
         call.made_bytes = storage_bytes(call.carry) if front else 0
         try:
             known = call.surveyed()
-            return _Work(call, known, call.planned(known, budget, planner), late).outputs()
+            made = call.planned(known, budget, planner)
+            if _keeps_all(made) and not check:
+                return _plain(functions[front:], x, shared, shared_kwargs)
+            return _Work(call, known, made, late).outputs()
         except MissedTensors as found:
             missed += found.tensors
         except LateChange as changed:
@@ -122,6 +127,12 @@ def _plain(functions: Sequence[Callable[..., Any]], x: Any, shared: tuple[Any, .
     for function in functions:
         x = function(x, *shared, **named)
     return x
+
+
+def _keeps_all(made: Plan) -> bool:
+    """Whether the forward keeps every tape whole: then the plain loop does the same, with nothing in between."""
+    actions = list(islice(made.schedule, 3))
+    return len(actions) == 2 and isinstance(actions[0], Record) and actions[0].entry == WHOLE
 
 
 def front_of(functions: Sequence[Callable[..., Any]], x: Any, shared: tuple[Any, ...], named: dict[str, Any]) -> int:

@@ -11,8 +11,8 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import default_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from remat.graph.backend import Compilation, Options, is_leaf
 from remat.graph.capture import CostModel, capture
+from remat.graph.compilation import Compilation, Options, is_leaf
 from remat.graph.graphs import Graph
 from remat.graph.op_costs import measured
 

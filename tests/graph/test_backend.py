@@ -12,7 +12,8 @@ import torch
 import remat
 from graph.joint import within
 from graph.networks import Decoder, functional, networks, step
-from remat.graph.backend import Compilation, Options, last_plan
+from remat.graph.backend import last_plan
+from remat.graph.compilation import Compilation, Options
 
 
 def prepared(name: str) -> tuple[Any, list[torch.Tensor]]:

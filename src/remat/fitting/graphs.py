@@ -64,7 +64,7 @@ def as_graph(
     """
     from torch._dynamo.backends.common import aot_autograd
 
-    from ..graph.backend import Compilation, Options, is_leaf
+    from ..graph.compilation import Compilation, Options, is_leaf
 
     plans: list[Any] = []
 

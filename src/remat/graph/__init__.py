@@ -21,8 +21,10 @@ planning    the fastest order found within a budget                             
 dropout     dropout to eager's bits, its mask in bytes
 emission    an order as two FX graphs
 lowering    an FX graph as straight-line Python that frees as it goes
+fusing      the same in pieces that Inductor compiles, so that what is run again stays run again
 gates       gradients handed to autograd as early as it would make them
 tracing     the joint graph of a model, nothing run
 table       Chen's table: bytes and time of every way to run the step                            (no torch)
+compilation one graph as AOTAutograd compiles it
 backend     `torch.compile(model, backend="remat")`
 """

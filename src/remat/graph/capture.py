@@ -198,7 +198,7 @@ def kind_of(node: fx.Node, fresh: Sequence[int]) -> Kind:
     if not fresh and op.namespace in _KNOWN:
         return Kind.VIEW
     if torch.Tag.nondeterministic_seeded in op.tags:
-        return Kind.RANDOM if _may_draw(node) else Kind.EXPENSIVE
+        return Kind.RANDOM if may_draw(node) else Kind.EXPENSIVE
     if op.namespace not in _KNOWN:
         return Kind.OPAQUE
     from torch.utils.flop_counter import flop_registry
@@ -206,7 +206,7 @@ def kind_of(node: fx.Node, fresh: Sequence[int]) -> Kind:
     return Kind.EXPENSIVE if op.overloadpacket in flop_registry else Kind.CHEAP
 
 
-def _may_draw(node: fx.Node) -> bool:
+def may_draw(node: fx.Node) -> bool:
     """Attention is declared random for its dropout, which is mostly off."""
     schema = node.target._schema  # type: ignore[union-attr]
     for place, argument in enumerate(schema.arguments):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -20,6 +20,8 @@ from .graphs import Graph, Kind, Program
 from .inplace_ops import overwriting
 from .liveness import uses
 from .op_costs import random_state, tensors_of
+
+SEGMENT: Final = "remat_segment"  # in an emitted node's `meta`: the segment that it belongs to
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
@@ -47,6 +49,7 @@ def emit(
     program: Program,
     forward_outputs: int,
     in_place: Mapping[int, int] | None = None,
+    segment_of: Mapping[int, int] | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward modules of a program, as AOTAutograd's partitioner returns them.
 
@@ -60,13 +63,14 @@ def emit(
         program: in this order, without dead executions.
         forward_outputs: how many of the joint graph's results belong to the forward.
         in_place: for a step of the program, the node whose storage its result takes, see `inplace.plan`.
+        segment_of: for a node, the segment whose number is noted in `meta` of what is emitted for it.
     """
     (output,) = joint.graph.find_nodes(op="output")
     results = list(output.args[0])
     again = _drawn_again(graph, program)
     numbers, tensors = _saved(graph, nodes, program)
-    steps, taken = program.forward_steps, in_place or {}
-    backward = _Half(graph, nodes, again, program.order[:steps])
+    steps, taken, places = program.forward_steps, in_place or {}, segment_of or {}
+    backward = _Half(graph, nodes, again, places, program.order[:steps])
     for index in (*numbers, *tensors):
         backward.place(index)
     for index in again:
@@ -77,7 +81,7 @@ def emit(
     backward.finish(tuple(backward.result(r) for r in results[forward_outputs:]))
     tensors = [index for index in tensors if backward.placed[index].users]
     backward.prune()
-    forward = _Half(graph, nodes, again)
+    forward = _Half(graph, nodes, again, places)
     for index in graph.inputs:
         forward.copy(index)
     forward.run(program.order[:steps], taken)
@@ -125,12 +129,18 @@ class _Half:
     """One of the two graphs as it grows, with the newest value of each node."""
 
     def __init__(
-        self, graph: Graph, nodes: Sequence[fx.Node], again: Sequence[int], before: Sequence[int] = ()
+        self,
+        graph: Graph,
+        nodes: Sequence[fx.Node],
+        again: Sequence[int],
+        segment_of: Mapping[int, int],
+        before: Sequence[int] = (),
     ) -> None:
         self.graph = graph
         self.nodes = nodes
         self.index = {node: index for index, node in enumerate(nodes)}
         self.again = set(again)
+        self.segment_of = segment_of
         self.made = fx.Graph()
         self.env: dict[int, fx.Node] = {}
         self.states: dict[int, fx.Node] = {}
@@ -180,6 +190,8 @@ class _Half:
                 if index in self.again:
                     self._save(index)
                 self.copy(index)
+            if index in self.segment_of:
+                self.env[index].meta[SEGMENT] = self.segment_of[index]
             self.executed.add(index)
 
     def _first(self, index: int) -> torch.Tensor:

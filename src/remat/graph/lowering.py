@@ -33,6 +33,19 @@ def stepwise(module: fx.GraphModule, stops: Sequence[Sequence[int]]) -> Stepwise
     return _Writer(module).generator(stops)
 
 
+class Boxed:
+    """A compiled function that takes a list of arguments and empties it, as a node's target."""
+
+    __name__ = "boxed"
+
+    def __init__(self, call: Straight) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        """As a graph says it; generated code hands over the list, so that nothing else holds the arguments."""
+        return self.call(list(args))
+
+
 class _Writer:
     """Lines of Python, and the constants that they name."""
 
@@ -94,10 +107,16 @@ class _Writer:
 
     def _run(self, number: int, kept: set[fx.Node]) -> None:
         node = self.nodes[number]
-        if node.op != "placeholder":
-            self.lines.append(f"    {self.names[node]} = {self._call(node)}")
         gone = [source for source in (*node.all_input_nodes, node) if self.last[source] == number]
-        self._drop([source for source in gone if source not in kept])
+        gone = [source for source in gone if source not in kept]
+        if isinstance(node.target, Boxed):
+            self.lines.append(f"    args = {self._text(list(node.args))}")
+            self._drop([source for source in gone if source is not node])
+            self.lines.append(f"    {self.names[node]} = {self._constant(node.target.call)}(args)")
+            gone = [node] if node in gone else []
+        elif node.op != "placeholder":
+            self.lines.append(f"    {self.names[node]} = {self._call(node)}")
+        self._drop(gone)
 
     def _compiled(self) -> Any:
         found: dict[str, Any] = dict(self.constants)

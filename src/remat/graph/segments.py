@@ -42,6 +42,11 @@ class Segments:
     kept: frozenset[int]
     stage_of: dict[int, int]
 
+    @property
+    def segment_of(self) -> dict[int, int]:
+        """The segment of every node that has one, forward or backward."""
+        return self.stage_of | {k: number for number, part in enumerate(self.backward) for k in part}
+
 
 def roots(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """For each node, the nodes that made the memory its value lives in; itself if it allocates, or takes no memory."""

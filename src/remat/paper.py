@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from .ambient import Source
 from .blockcalls import ChainCall
@@ -215,6 +216,53 @@ class Fakes:
         return made
 
 
+class _Watched(Ledger):
+    """A ledger that also writes down what is run on what: blocks of which that is equal cost the same.
+
+    Blocks that differ in a number or a name only, as in their place in the model, are then looked at once.
+    """
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__(rates)
+        self._calls: list[Hashable] = []
+        self._numbers: dict[int, int] = {}  # of storages, in the order in which they are met
+        self._met = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        self._calls.append((func, *map(self._described, leaves)))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        given = set(map(_memory, _tensors(leaves)))
+        for key in dict.fromkeys(map(_memory, _tensors(tree_leaves(result)))):
+            if key in given:
+                continue
+            self._numbers[key] = self._met = self._met + 1  # a new storage may stand where another was
+        return result
+
+    def _described(self, leaf: Any) -> Hashable:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf if isinstance(leaf, bool | int | float | None) else str(leaf)
+        key = _memory(leaf)
+        if key not in self._numbers:
+            self._numbers[key] = self._met = self._met + 1
+        made = leaf.is_leaf and leaf.grad is not None
+        like = leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, made
+        return self._numbers[key], type(leaf), *like
+
+    def story(self, tensors: Sequence[torch.Tensor]) -> Hashable:
+        """All that was run, and the part that these tensors had in it."""
+        parts = ((self._numbers.get(_memory(t), 0), t.shape, t.dtype) for t in tensors)
+        return tuple(self._calls), tuple(parts)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _modules(function: Any) -> list[torch.nn.Module]:
+    return list(function.modules()) if isinstance(function, torch.nn.Module) else []
+
+
 @dataclass(slots=True)
 class _Carry:
     """What enters a block: leaves, of which those need a gradient that say so."""
@@ -230,6 +278,7 @@ class _Desk:
         self.call, self.rates, self.seen = call, rates, seen
         self._carry = _Carry(call.structure, call.carry)
         self._known: dict[Hashable, tuple[Known, _Carry]] = {}
+        self._alike: dict[Hashable, tuple[Known, _Carry]] = {}  # by what they run
 
     def all(self) -> list[Known]:
         """What is known of every block."""
@@ -239,7 +288,7 @@ class _Desk:
             key = (block.key, summed, Kind.of(self._carry.structure, self._carry.leaves))
             if key not in self._known:
                 try:
-                    self._known[key] = self._look(block, self._carry)
+                    self._known[key] = self._look(block, self._carry, key[1:])
                 except _NO_VALUES as error:
                     raise _needs_values(f"block {block.name}", error) from None
             known, self._carry = self._known[key]
@@ -247,13 +296,16 @@ class _Desk:
             self.seen()
         return found
 
-    def _look(self, block: Block, entering: _Carry) -> tuple[Known, _Carry]:
+    def _look(self, block: Block, entering: _Carry, seen_as: Hashable) -> tuple[Known, _Carry]:
         carry = entering.leaves
         memory = storages_of(_tensors(carry))
         inner, stages = detached(carry), self._stages(block, entering)
         versions = [leaf._version for leaf in _tensors(inner)]
-        with Ledger(self.rates) as ledger, torch.no_grad():
+        with _Watched(self.rates) as ledger, torch.no_grad():
             plain, _ = stages.run(0, inner, [], first=True)
+        alike = seen_as, ledger.story(block.captured), tuple(map(type, _modules(block.function)))
+        if alike in self._alike:
+            return self._alike[alike]
         copies = versions != [leaf._version for leaf in _tensors(inner)]
         aliases = bool(memory & storages_of(_tensors(plain)))
         after, _ = stages.run(0, [_used(leaf) for leaf in carry] if copies else carry, [], first=False)
@@ -274,7 +326,7 @@ class _Desk:
         kind = Kind.of(structure, leaving.leaves)
         draws = frozenset({0}) if ledger.draws else frozenset[int]()
         known = Known(kind, *sizes, copies, aliases, False, (), state_bytes, draws, stage, tuple(gradients))
-        return known, leaving
+        return self._alike.setdefault(alike, (known, leaving))
 
     def _stages(self, block: Block, entering: _Carry) -> Blocks:
         return Blocks([block.function], entering.structure, [()], self.call.arguments, self.call.keywords)

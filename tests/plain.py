@@ -100,13 +100,22 @@ def mapped(function: Callable[..., Any], first: Any, *others: Any) -> Any:
 # ---- the plain loop
 
 
+class Rows:
+    """A tensor's rows, as one leaf."""
+
+    def __init__(self, rows: Sequence[Tensor]) -> None:
+        self.rows = rows
+
+
 def plain_scan(step: Step, carry: Any, xs: Any = None, *, length: int | None = None) -> tuple[Any, Any]:
     """What `remat.scan` promises to be."""
     if length is None:
         length = next(leaf.shape[0] for _, leaf in leaves_of(xs) if isinstance(leaf, Tensor))
     ys = []
+    # As `for x in xs` does: all at once, so that in a backward what flows into xs this way comes after all else.
+    columns = mapped(lambda leaf: Rows(leaf.unbind()) if isinstance(leaf, Tensor) else leaf, xs)
     for index in range(length):
-        x = mapped(lambda leaf, t=index: leaf[t] if isinstance(leaf, Tensor) else leaf, xs)
+        x = mapped(lambda leaf, t=index: leaf.rows[t] if isinstance(leaf, Rows) else leaf, columns)
         carry, y = step(carry, x)
         ys.append(y)
     return carry, mapped(_stacked, *ys)

@@ -541,6 +541,43 @@ def initial_carry_is_a_parameter_used_inside_too(steps: int) -> Program:
     return Program(step, start, leaf(steps, B, H, grad=False), wrt={"w": w, "start": start})
 
 
+@program
+def weights_as_outputs(steps: int) -> Program:
+    w, v = leaf(H, H), leaf(H, H)
+
+    def step(c: tuple[Tensor, int], x: Tensor) -> tuple[tuple[Tensor, int], tuple[Tensor, ...]]:
+        h, t = c
+        h = torch.tanh(h @ w + x @ v)
+        return (h, t + 1), (w, h, v if t % 3 else w, w)
+
+    return Program(step, (torch.zeros(B, H), 0), leaf(steps, B, H, grad=False), wrt={"w": w, "v": v})
+
+
+@program
+def weights_in_the_carry(steps: int) -> Program:
+    """A learned start to which the state falls back now and then, and a weight that is handed on."""
+    w, start = leaf(H, H), leaf(B, H)
+
+    def step(c: tuple[Tensor, Tensor, int], x: Tensor) -> tuple[tuple[Tensor, Tensor, int], Tensor]:
+        h, u, t = c
+        h = torch.tanh(h @ u + start * x)
+        return (start if t % 5 == 2 else h, w if t > 3 else u, t + 1), h
+
+    return Program(step, (start, w, 0), leaf(steps, B, H, grad=False), wrt={"w": w, "start": start})
+
+
+@program
+def inputs_closed_over_too(steps: int) -> Program:
+    w, xs = leaf(H, H), leaf(steps, B, H)
+
+    def step(c: tuple[Tensor, int], x: Tensor) -> tuple[tuple[Tensor, int], Tensor]:
+        h, t = c
+        h = torch.tanh(h @ w + x * xs[(t + 3) % steps] + xs.mean(0))
+        return (h, t + 1), h * x
+
+    return Program(step, (torch.zeros(B, H), 0), xs, wrt={"w": w, "xs": xs})
+
+
 # ---- state outside the carry
 
 
@@ -1045,6 +1082,27 @@ def autocast_inside_with_a_disabled_part(steps: int) -> Program:
     return Program(step, torch.zeros(B, H), xs, wrt={**parameters(lin), "xs": xs})
 
 
+def in_bfloat16() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@program
+def autocast_around(steps: int) -> Program:
+    """Weights used as autocast casts them, as they are, and both; an input and the start several times in a step."""
+    lin, w, conv, start = nn.Linear(H, H), leaf(H, H), nn.Conv1d(1, 1, 3, padding=1), leaf(B, H)
+    xs = leaf(steps, B, H)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = conv(lin(h)[:, None])[:, 0] + lin(x) + h @ w + x @ w
+        with torch.autocast("cpu", enabled=False):
+            z = z.float() + lin.weight[0] + x @ w.bfloat16().float()
+        h = torch.tanh(lin(torch.tanh(z)).float() * w.sum())
+        return h, h
+
+    wrt = {"w": w, "start": start, "xs": xs, **parameters(lin, conv)}
+    return Program(step, start, xs, wrt=wrt, around=in_bfloat16)
+
+
 @program
 def checkpoint_inside(steps: int) -> Program:
     net, xs = nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Dropout(0.2), nn.Linear(H, H)), leaf(steps, B, H)
@@ -1090,6 +1148,20 @@ def carry_as_output_in_pieces(steps: int) -> Program:
         return h, (h, h[:, :2], h.t(), h.view(-1), h)
 
     return Program(step, h, leaf(steps, B, H, grad=False), wrt={"w": w, "h": h})
+
+
+@program
+def leaves_handed_on_and_returned(steps: int) -> Program:
+    """One leaf stays for the whole loop, one for some steps; both are outputs, and so are the new state and the old."""
+    w, a, b = leaf(H, H), leaf(B, H), leaf(B, H)
+
+    def step(c: tuple[Tensor, ...], x: Tensor) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+        h, stays, held, t = c
+        new = torch.tanh(h @ w + x * stays + held)
+        held_next = new + x if t % 4 == 0 else held
+        return (new, stays, held_next, t + 1), (stays, held, new, h, held_next, stays)
+
+    return Program(step, (a, a * 2, b, 0), leaf(steps, B, H, grad=False), wrt={"w": w, "a": a, "b": b})
 
 
 @program

@@ -395,3 +395,13 @@ def test_no_step_is_looked_at_that_would_not_come(steps: int) -> None:
 def test_the_smallest_budget_is_below_that_of_keeping_all() -> None:
     make = partial(PROGRAMS["transformer-block"], 39)
     assert smallest_budget(make()) < plan_of(make(), "1GiB").peak_bytes / 3  # random states weigh at this size
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_an_output_that_the_next_step_would_change(view: bool) -> None:
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h.mul_(0.5).add_(x)
+        return h, h[:1] if view else h
+
+    with pytest.raises(remat.StepError, match="return a clone"):
+        remat.scan(step, torch.randn(3, 4, requires_grad=True).clone(), torch.randn(5, 3, 4), budget="1GiB")

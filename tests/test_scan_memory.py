@@ -228,11 +228,7 @@ def test_the_peak_of_a_small_share_is_as_predicted(percent: int) -> None:
     assert abs(predicted - measured) <= 0.02 * budget
 
 
-# Not bounded yet: sparse gradients, which grow with every step that adds to them.
-UNBOUNDED = {"tokens-and-sparse-embedding"}
-
-
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - UNBOUNDED))
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_no_program_exceeds_its_budget(name: str) -> None:
     make = PROGRAMS[name]
     budget = settings_at(make(), "tight")["budget"]

@@ -288,6 +288,12 @@ def _autocast_states(device_types: Iterable[str]) -> tuple[_Autocast, ...]:
     )
 
 
+def _autocast_nesting() -> int:
+    """How many autocast regions there are around: casts stay in the cache until the outermost ends, on or off."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 _NOTHING: Final = nullcontext()
 _function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 _dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
@@ -299,7 +305,7 @@ class Surroundings:
     def __init__(self, device_types: Iterable[str]) -> None:
         self._device_types = tuple(sorted({"cpu", *device_types} - {"meta"}))
         self._autocast = _autocast_states(self._device_types)
-        self.casts = any(state.enabled for state in self._autocast)
+        self.casts = any(state.enabled for state in self._autocast) or _autocast_nesting() > 0
         self._dtype = torch.get_default_dtype()
         self._function_modes = tuple(_function_modes())
         self._dispatch_modes = tuple(_dispatch_modes())

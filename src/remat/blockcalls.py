@@ -17,9 +17,9 @@ from .budgets import agreed_budget_bytes
 from .chains import Chain, Stage
 from .plans import Plan, plan
 from .profiler import OnDevice
-from .ranges import Captured
 from .recorded import needs_gradient, places_of
 from .streams import random_sources
+from .sums import Captured
 from .survey import Known, survey, used_by
 from .trees import Leaves, Structure
 

@@ -12,6 +12,7 @@ import torch
 
 from .ambient import States, Surroundings
 from .captures import is_used_up, reach, unseen_leaves
+from .casts import is_cast
 from .errors import LateGradient, StepError
 from .inputs import Inputs, emptied, input_kind, is_sliced, with_tensor
 from .interpreter import Interpreter
@@ -20,10 +21,12 @@ from .loops import Loop, Outputs, Step
 from .mutable import mutable_sources
 from .needs import Flags, Needed, SeenNeeds, needs_like, united
 from .profiler import Sizes
-from .ranges import AutogradRanges, Captured, Needs, Replays, needs_of
+from .ranges import AutogradRanges, Replays
 from .recorded import needs_gradient, places_of
 from .schedules import Action
+from .stages import Needs, needs_of
 from .streams import random_sources
+from .sums import Captured
 from .traced.stages import TracedRanges, TracedStages
 from .traced.traced import Traced
 from .trees import Leaves, Structure
@@ -52,6 +55,7 @@ class Nature:
         carry_bytes, output_bytes: bytes of the leaves of its results, 0 for what is no tensor of its own.
         moved_bytes: bytes of the carry but for tensors that stay where they are.
         unread: leaves of the carry in places that no gradient flows into at the first step, by number.
+        casts: captured tensors of which autocast around the loop keeps a copy, by number.
     """
 
     needed: Needed
@@ -63,6 +67,7 @@ class Nature:
     output_bytes: tuple[int, ...]
     moved_bytes: int
     unread: frozenset[int] = frozenset()
+    casts: frozenset[int] = frozenset()
 
     @property
     def sizes(self) -> Sizes:
@@ -120,6 +125,7 @@ class Call:
         self.compiled, self.entry = compiled, 0
         self.traced: Traced | None = None
         self._given: Any = step, carry
+        self._inputs_captured: list[tuple[int, int]] = []
         reached = reach(step, exact=bool(compiled))
         self.step, self.structure = step, Structure(carry)
         self.carry = self.structure.flatten(carry)
@@ -142,6 +148,9 @@ class Call:
         devices = {tensor.device for tensor in tensors}
         self.device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self.surroundings = Surroundings({device.type for device in devices})
+        if self.surroundings.casts:  # its copy is shared by all that uses it, so it must be the tensor itself
+            known = set(map(id, self.captured))
+            self.captured += [leaf for leaf in self._carry_tensors() if is_cast(leaf) and id(leaf) not in known]
         streams = random_sources(devices, reached.generators)
         self.sources = (*streams, *mutable_sources(reached, self.places))
         self.modules = reached.modules
@@ -193,6 +202,17 @@ class Call:
         """All that takes part in autograd: the carry's tensors, the inputs', the captured ones."""
         return [*self._carry_tensors(), *self.inputs.tensors(), *self.captured]
 
+    def merged(
+        self, inputs: list[torch.Tensor | None], captured: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the inputs and of the captured tensors, in place one sum where a tensor is both."""
+        for number, place in self._inputs_captured:
+            gradient, total = inputs[number], captured[place]
+            if gradient is not None and total is not None and total.layout is torch.strided:
+                captured[place], inputs[number] = total.add_(gradient), None
+            del gradient, total
+        return [*inputs, *captured]
+
     def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Leaves, Leaves]:
         """The leaves of carry and inputs, their tensors taken from what `tensors` returned."""
         stream = iter(tensors)
@@ -205,6 +225,9 @@ class Call:
 
     def release(self) -> None:
         """Let go of the tensors that autograd has in its keeping now."""
+        place_of = {id(tensor): place for place, tensor in enumerate(self.captured)}
+        inputs = enumerate(self.inputs.tensors())
+        self._inputs_captured = [(n, place_of[id(tensor)]) for n, tensor in inputs if id(tensor) in place_of]
         self.carry = [None if place in self._first_place else leaf for place, leaf in enumerate(self.carry)]
         self.inputs.leaves = [emptied(leaf) for leaf in self.inputs.leaves]
         self._given = None
@@ -234,6 +257,7 @@ class Call:
         if not nature.settled:
             needs = loop.seen = seen = SeenNeeds(carry)
         captured, replays = Captured(self.captured), Replays(states, self.surroundings)
+        captured.copied = sorted(nature.casts)
         recorder = AutogradRanges(loop, length, needs=needs, captured=captured, copies=copies, replays=replays)
         return Interpreter(
             loop,

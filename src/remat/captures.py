@@ -319,21 +319,25 @@ def unseen_leaves(
     return unseen
 
 
-def reached_leaves(roots: Iterable[Any], leaves: Iterable[torch.Tensor]) -> set[int]:
-    """The ids of those leaf tensors that gradients of a recorded graph flow into."""
-    wanted = {id(leaf) for leaf in leaves}
-    reached: set[int] = set()
+def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
+    """Every node of a recorded graph once, from some nodes on."""
     seen: set[Any] = set()
-    queue = deque(roots) if wanted else deque()
+    queue = deque(roots)
     while queue:
         node = queue.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if id(variable := getattr(node, "variable", None)) in wanted:
-            reached.add(id(variable))
+        yield node
         queue.extend(following for following, _ in node.next_functions)
-    return reached
+
+
+def reached_leaves(roots: Iterable[Any], leaves: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of those leaf tensors that gradients of a recorded graph flow into."""
+    wanted = {id(leaf) for leaf in leaves}
+    if not wanted:
+        return set()
+    return wanted & {id(getattr(node, "variable", None)) for node in nodes_of(roots)}
 
 
 def is_used_up(tensor: torch.Tensor) -> bool:

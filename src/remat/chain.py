@@ -21,10 +21,11 @@ from .captures import unseen_leaves
 from .errors import LateChange, StepError
 from .interpreter import Interpreter
 from .plans import Plan
-from .ranges import WHOLE, AutogradRanges, Captured, Replays
+from .ranges import WHOLE, AutogradRanges, Replays
 from .recorded import detached, hooks_set_aside, needs_gradient, places_of
 from .schedules import Record
 from .silence import silence
+from .sums import Captured
 from .survey import Known, MissedTensors, refuse_unseen, storage_bytes, untraced
 from .trees import Leaves, leaves_of
 

@@ -211,6 +211,11 @@ def _length(structure: Structure, leaves: Leaves, length: int | None) -> int:
     return count
 
 
+def _alias(leaf: torch.Tensor) -> torch.Tensor:
+    """What a step takes for a fresh leaf: autocast would share its copies of leaves, and the plain loop's are none."""
+    return leaf.view_as(leaf) if torch.is_autocast_enabled(leaf.device.type) else leaf
+
+
 class Column:
     """One column over time: what a step takes of it, and where the gradients of that go."""
 
@@ -233,10 +238,10 @@ class Column:
             if first != self._first:
                 self._first, self._block = first, leaf[first : first + _TOGETHER].unbind()
             x = self._block[index - first]
-            return x.detach().requires_grad_() if differentiable and self.needs else x
+            return _alias(x.detach().requires_grad_()) if differentiable and self.needs else x
         if isinstance(leaf, PackedSequence):
             x = self._unpacked(leaf, index)
-            return x.requires_grad_() if differentiable and self.needs else x
+            return _alias(x.requires_grad_()) if differentiable and self.needs else x
         return leaf[index] if isinstance(leaf, range) else leaf
 
     def block(self, start: int, stop: int) -> torch.Tensor:

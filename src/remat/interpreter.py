@@ -15,18 +15,20 @@ import torch
 
 from .ambient import States, Surroundings, recomputing
 from .errors import StepError
-from .ranges import ByStage, Needs, Recorder, Stages, never
 from .recorded import (
+    UNTIED,
     Boundary,
+    Ties,
     can_need,
     copied,
     detached,
+    followed,
     hooks_set_aside,
     places_of,
-    shared_leaves,
     versions_of,
 )
 from .schedules import Action, Advance, Backward, Drop, Load, Record, Store
+from .stages import ByStage, Needs, Recorder, Stages, never
 from .trees import Leaves
 
 
@@ -81,7 +83,7 @@ class Interpreter:
         self.states, self.surroundings = states, surroundings
         self.needs, self.captured = needs, recorder.captured
         self.copies, self.grad_mode, self.singly = copies, grad_mode, singly
-        self.caller = Boundary(detached(carry), states.start)
+        self.caller = Boundary(detached(carry), states.start, self.captured.ties(carry))
         self.live: Boundary | None = self._unshared(0, self.caller)
         self.slots: dict[int, Boundary] = {}
         self.ranges: dict[int, _Range] = {}  # by the carry at their end
@@ -175,13 +177,13 @@ class Interpreter:
 
     def _unshared(self, at: int, kept: Boundary) -> Boundary:
         """What stages may run on from carry `at`: the carry itself, or a copy where they would change it."""
-        return Boundary(copied(kept.leaves), kept.states, kept.shared) if self.copies(at) else kept
+        return Boundary(copied(kept.leaves), kept.states, kept.ties) if self.copies(at) else kept
 
     def _store(self, action: Store) -> None:
         live = self.live
         assert live is not None
         leaves = copied(live.leaves) if self.copies(action.at) else live.leaves
-        self.slots[action.at] = Boundary(leaves, self.states.take(), live.shared, versions_of(leaves))
+        self.slots[action.at] = Boundary(leaves, self.states.take(), live.ties, versions_of(leaves))
 
     def _load(self, action: Load) -> None:
         kept = self.slots.get(action.at)
@@ -222,30 +224,39 @@ class Interpreter:
             self._advance_range(Advance(stage, stage + 1))
 
     def _advance_range(self, action: Advance) -> None:
-        carry = self._take_live().leaves
+        carry, ties = self._taken_for(action.start)
         stages, last, grad_mode = self.stages, action.stop - 1, self.grad_mode(action.start)
+        number_of = self.captured.number_of
         if grad_mode:
             carry = self._as_recorded(action.start, carry)
-        shared: tuple[tuple[int, int], ...] = ()
         with self._running(action.start, action.stop) as first, torch.set_grad_enabled(grad_mode):
             for index in range(action.start, action.stop):
-                carry, outputs = stages.run(index, carry, stages.inputs(index, recording=grad_mode), first=first)
-                if index == last:
-                    shared = shared_leaves(outputs, carry)
+                before = carry
+                carry, outputs = stages.run(index, before, stages.inputs(index, recording=grad_mode), first=first)
+                if outputs or ties is not UNTIED or not number_of.keys().isdisjoint(map(id, carry)):
+                    ties = followed(UNTIED if self.copies(index) else ties, index, before, outputs, carry, number_of)
+                del before
                 if grad_mode:
                     carry = self._as_recorded(index + 1, carry) if index < last else detached(carry)
                 if first:
                     stages.emit(index, outputs)
+                    self.captured.note(index, outputs)
                 del outputs  # or it would live through the next stage
         if first and action.stop == self.length:
             self.final = carry
-        self.live = Boundary(carry, (), shared)
+        self.live = Boundary(carry, (), ties)
+
+    def _taken_for(self, start: int) -> tuple[Leaves, Ties]:
+        """The live carry for stages that are advanced, its captured tensors themselves unless they could be changed."""
+        boundary = self._take_live()
+        return boundary.leaves if self.copies(start) else self.captured.themselves(boundary), boundary.ties
 
     def _as_recorded(self, boundary: int, carry: Leaves) -> Leaves:
         """The carry without history, but needing gradients, for stages that ask for them."""
-        leaves, needs = detached(carry), self.needs(boundary)
+        leaves, needs, number_of = detached(carry), self.needs(boundary), self.captured.number_of
         for place in places_of(leaves):
             leaves[place].requires_grad_(needs[place] and can_need(leaves[place]))
+        leaves = [old if id(old) in number_of else new for old, new in zip(carry, leaves, strict=True)]
         with torch.enable_grad():  # leaves of autograd cannot be changed in place
             return copied(leaves) if self.copies(boundary) else leaves
 
@@ -263,7 +274,7 @@ class Interpreter:
             recording = self.recorder.record(action, self._take_live, first=first)
         if first and action.stop == self.length:
             self.final = recording.carry
-        end = Boundary(detached(recording.carry), self.states.take(), recording.shared)
+        end = Boundary(detached(recording.carry), self.states.take(), recording.ties)
         self.ranges[action.stop] = _Range(recording.tape, end)
         self.live = self._unshared(action.stop, end)
 

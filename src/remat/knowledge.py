@@ -18,6 +18,7 @@ from .apart import by_itself
 from .budgets import agreed_budget_bytes
 from .calls import Call, Nature
 from .captures import reached_leaves
+from .casts import cast_among
 from .chains import Chain
 from .compiling import traced_step
 from .errors import InfeasibleBudget, StepError
@@ -28,7 +29,7 @@ from .needs import Flags, Needed, could_need, flags_of, united
 from .planners.room import smallest
 from .plans import Plan, plan
 from .profiler import ROUNDS, STEPS, Costs, Gauge, OnDevice, Trial, profile
-from .recorded import can_need, copied, detached, needs_gradient, places_of, sequence_number, versions_of
+from .recorded import can_need, copied, detached, needs_gradient, places_of, sequence_number
 from .schedules import Advance
 from .traced.traced import Traced
 from .trees import Leaves
@@ -234,6 +235,8 @@ class _Discovery:
         self.loop = call.loop(None, call.carry, call.inputs.leaves)
         self.states = States(call.sources)
         self.recorded_once: Leaves = []
+        self.casts: frozenset[int] = frozenset()
+        self.moved: set[int] = set()  # leaves of the carry that any step replaces
 
     def nature(self) -> Nature:
         """What the step does.
@@ -244,13 +247,16 @@ class _Discovery:
         """
         with recomputing(), self._no_gathering(), self.states.undisturbed(), left_alone(self.call.places):
             carry = copied(detached(self.call.carry))
-            before = versions_of(carry)
+            before = {place: carry[place]._version for place in places_of(carry)}
             fixed = [*self.call.fixed, *self.call.captured]
             versions = [tensor._version for tensor in fixed]
             plain = self._without_autograd(carry)
-            copies = versions_of(carry) != before
+            changed = [place for place, version in before.items() if carry[place]._version != version]
             orbit, after, outputs, unread = self._orbit()
-            moved_bytes = _moved_bytes(carry, plain or after)
+            if self.call.length > 1:
+                _refuse_changed_outputs([after[place] for place in changed], outputs)
+            moved = [leaf if place in self.moved else None for place, leaf in enumerate(after)]
+            moved_bytes = max(_moved_bytes(carry, (plain or after)[: len(carry)]), _moved_bytes([], moved))
             refuse_changes(fixed, versions)
             changes = self._changes()
         same = plain is not None and all(map(_same_bits, plain, self.recorded_once))
@@ -259,12 +265,13 @@ class _Discovery:
             needed=Needed(united(flags for flags, _ in orbit), united(flags for _, flags in orbit), changes),
             orbit=tuple(orbit),
             settled=orbit[-1] == could,
-            copies=copies,
+            copies=bool(changed),
             grad_mode=not same,
             carry_bytes=tuple(map(_bytes_of, _firsts(after))),
             output_bytes=tuple(map(_bytes_of, outputs)),
             moved_bytes=moved_bytes,
             unread=unread,
+            casts=self.casts,
         )
 
     def _orbit(self) -> tuple[list[tuple[Flags, Flags]], Leaves, Leaves, frozenset[int]]:
@@ -317,8 +324,10 @@ class _Discovery:
             inner = [leaf.clone() if needs_gradient(leaf) else leaf for leaf in carry]  # may be changed in place
             inputs = self.loop.inputs(index, recording=True)
             after, outputs = self.loop.run(index, inner, inputs, first=True)
+            nodes = [leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf)]
+            self.casts |= cast_among(nodes, self.call.captured)
+        self.moved |= {place for place, (old, new) in enumerate(zip(inner, after, strict=True)) if old is not new}
         known = [leaf for leaf in (*carry, *inputs) if needs_gradient(leaf)]
-        nodes = [leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf)]
         self.call.check_seen(nodes, known, first_sequence)
         kept = range(len(carry) - len(self.call.places), len(carry))
         reached = reached_leaves(nodes, [carry[place] for place in kept if needs_gradient(carry[place])])
@@ -335,6 +344,16 @@ class _Discovery:
             note_moving(source, before, after)
         refuse_kept((source, before, after) for _, source, before, after in changes)
         return frozenset(number for number, *_ in changes)
+
+
+def _refuse_changed_outputs(changed: Leaves, outputs: Leaves) -> None:
+    """Outputs that are, or are views of, leaves of the carry that the next step changes in place."""
+    storages = {leaf.untyped_storage()._cdata for leaf in changed if isinstance(leaf, torch.Tensor)}
+    if any(isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in storages for leaf in outputs):
+        raise StepError(
+            "the step returns as an output what it changes in place as its carry, so the next step would change the "
+            "output too; return a clone of it"
+        )
 
 
 def _refuse_gathering(module: torch.nn.Module, _: Any) -> None:
@@ -364,7 +383,7 @@ def _bytes_of(leaf: Any) -> int:
 def _moved_bytes(before: Leaves, after: Leaves) -> int:
     """Bytes of what a carry holds, without what stood at the same place before."""
     stayed = {id(old) for old, new in zip(before, after, strict=False) if old is new}
-    moved = [leaf for leaf in after[: len(before)] if isinstance(leaf, torch.Tensor) and id(leaf) not in stayed]
+    moved = [leaf for leaf in after if isinstance(leaf, torch.Tensor) and id(leaf) not in stayed]
     return sum({leaf.untyped_storage()._cdata: leaf.nbytes for leaf in moved}.values())
 
 

@@ -14,9 +14,11 @@ from .chunking import Choice, Work
 from .interpreter import Interpreter
 from .planners.room import smallest
 from .profiler import STEPS, Costs, OnDevice, Sizes, Trial, profile
-from .ranges import AutogradRanges, Captured, needs_of
+from .ranges import AutogradRanges
 from .recorded import needs_gradient
 from .schedules import Action
+from .stages import needs_of
+from .sums import Captured
 from .sweeps import Cut, Kernel, Pieces, Sweep
 
 Value = TypeVar("Value")

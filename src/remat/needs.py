@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from .ranges import Needs
 from .recorded import can_need, needs_gradient
+from .stages import Needs
 from .trees import Leaves
 
 Flags = tuple[bool, ...]

@@ -27,7 +27,7 @@ from .chains import Chain, Stage, Tape
 from .interpreter import Interpreter
 from .meter import metering
 from .ranges import SELECTIVE, WHOLE
-from .recorded import bytes_of, hooks_set_aside
+from .recorded import hooks_set_aside
 from .schedules import Action, Advance, Backward, Load, Record
 
 STEPS: Final = 4
@@ -63,6 +63,7 @@ _IN_PAIRS: Final[tuple[Action, ...]] = (
     Backward(0, 1),
 )
 ROUNDS: Final = 3
+_SCALARS: Final = 16  # bytes: a recorder's own two, made before anything is measured
 _WORTH: Final = 15 / 16  # of a whole tape, carry included: a selective one keeps less, or is left out
 T = TypeVar("T")
 Job = Callable[[Callable[[], object]], T]
@@ -133,7 +134,9 @@ class Costs:
         output_gradient_bytes: bytes of those that need a gradient.
         final_gradient_bytes: bytes of the carry's leaves that need a gradient.
         parameter_gradient_bytes: bytes of the gradients of captured tensors.
-        state_bytes: bytes of the states that are kept all the time: those at the start and those after the forward.
+        sparse_gradient_bytes: bytes by which sparse gradients of captured tensors grow with every step.
+        state_bytes: bytes of the states that are kept all the time: those at the start and those after the
+            forward, and a recorder's scalars.
     """
 
     stage: Stage
@@ -142,6 +145,7 @@ class Costs:
     final_gradient_bytes: int
     parameter_gradient_bytes: int
     state_bytes: int = 0
+    sparse_gradient_bytes: int = 0
 
     def chain(self, length: int, input_gradient_bytes: int) -> Chain:
         """The chain of `length` such steps."""
@@ -151,7 +155,8 @@ class Costs:
             output_bytes=length * self.output_bytes + self.state_bytes,
             output_gradient_bytes=length * self.output_gradient_bytes + self.final_gradient_bytes,
             input_gradient_bytes=input_gradient_bytes,
-            parameter_gradient_bytes=self.parameter_gradient_bytes,
+            # Sparse gradients are added up by joining them: the sum so far and the new one are there at once.
+            parameter_gradient_bytes=self.parameter_gradient_bytes + 2 * length * self.sparse_gradient_bytes,
         )
 
 
@@ -263,7 +268,7 @@ class _Entry:
         self._singly, self._parameters = self._metered(_SINGLY)
         self._aside = _Aside.of(start().interpreter)
 
-    def _metered(self, actions: tuple[Action, ...]) -> tuple[list[Reading], int]:
+    def _metered(self, actions: tuple[Action, ...]) -> tuple[list[Reading], tuple[int, int]]:
         trial = self._start()
         phases, parameters = self._gauge.bytes_of(lambda mark: _run(trial, actions, self._entry, mark))
         return phases[1 : len(actions) + 1], parameters  # the first is what comes before the first action
@@ -291,8 +296,10 @@ class _Entry:
         return _costs(self.tape(), self._singly, sizes, self._parameters, self._aside, advance_s)
 
 
-def _run(trial: Trial, actions: tuple[Action, ...], entry: int, after: Callable[[], object] = lambda: None) -> int:
-    """Carry the actions out; returns the bytes of the captured tensors' gradients."""
+def _run(
+    trial: Trial, actions: tuple[Action, ...], entry: int, after: Callable[[], object] = lambda: None
+) -> tuple[int, int]:
+    """Carry the actions out; returns the bytes of the captured tensors' gradients, dense and sparse."""
     interpreter = trial.interpreter
     backward = False
     with hooks_set_aside(interpreter.captured.tensors):
@@ -304,7 +311,7 @@ def _run(trial: Trial, actions: tuple[Action, ...], entry: int, after: Callable[
                 interpreter.start_backward(*trial.arriving())
             interpreter.do(msgspec.structs.replace(action, entry=entry) if isinstance(action, Record) else action)
             after()
-    return sum(bytes_of(gradient) for gradient in interpreter.captured.gradients if gradient is not None)
+    return interpreter.captured.nbytes
 
 
 def _seconds(timed: list[list[tuple[Action, float]]], kind: type) -> float:
@@ -355,7 +362,7 @@ def _phase(phases: list[Reading], action: Action) -> Reading:
 
 
 def _costs(
-    tape: Tape, singly: list[Reading], sizes: Sizes, parameters: int, aside: _Aside, advance_s: float = 0.0
+    tape: Tape, singly: list[Reading], sizes: Sizes, parameters: tuple[int, int], aside: _Aside, advance_s: float = 0.0
 ) -> Costs:
     carry, peak = max(singly[0].net_bytes, 0), singly[0].peak_bytes
     stored = max(carry, sizes.moved_bytes) + aside.stored
@@ -364,8 +371,9 @@ def _costs(
         sizes.output_bytes,
         sizes.output_gradient_bytes,
         sizes.final_gradient_bytes,
-        parameters,
-        2 * aside.states,
+        parameters[0],
+        2 * aside.states + _SCALARS,
+        -(-parameters[1] // STEPS),
     )
 
 

@@ -7,11 +7,14 @@ cut into ranges with a backward call each:
 1. Consecutive recorded stages are one graph and one backward call, so inside a range the engine keeps the order.
 2. A captured tensor (a weight) gets contributions from every range. `Resume`, applied last in a range and therefore
    run first in its backward, hands back the gradient accumulated so far, and the engine goes on adding to it, in place.
-3. A carry that is also an output gets that output's gradient before those of the stages after it. Where a range begins
-   at such a carry, `Resume` hands that gradient in as well, and the range before leaves it out.
+3. A tensor that is an output gets that output's gradients before all others, because the plain run stacks outputs
+   after its last stage. Where such a tensor is a leaf of a carry, and maybe handed on unchanged from carry to carry,
+   the last range that it enters begins its sum with all of them (`Ties`, `summed`), and the ranges before leave them
+   out. Where it is a captured tensor, its sum begins with them.
 4. Anything else that flows into a carry comes from older nodes than those of the next range; its adjoint is given as a
    root, and roots are added first.
-5. One tensor in two places of a carry is one tensor in every alias of it, so its contributions meet in one sum.
+5. One tensor in two places of a carry is one tensor in every alias of it, so its contributions meet in one sum. A leaf
+   that is a captured tensor is that tensor in every range.
 
 Recorded graphs start at `Enter`, whose outputs are aliases of the carry: no graph reaches beyond its range, the carry
 is kept alive only if an operator saves it, and a step may change it in place. Captured tensors are used as they are;
@@ -26,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -39,6 +42,30 @@ _ROOTS: Final = 8
 _NODES: Final = 512  # of a graph are looked at for captured tensors; the newest stage is among them
 
 
+class Given(NamedTuple):
+    """Outputs of stages start … stop−1 that are one and the same leaf of a carry."""
+
+    output: int
+    start: int
+    stop: int
+    place: int
+
+
+class Ties(NamedTuple):
+    """Which tensors the leaves of a carry are besides.
+
+    Attributes:
+        given: outputs of the stages before that are these very leaves.
+        captured: (leaf, number) wherever a leaf is a captured tensor.
+    """
+
+    given: tuple[Given, ...] = ()
+    captured: tuple[tuple[int, int], ...] = ()
+
+
+UNTIED: Final = Ties()
+
+
 @dataclass(slots=True)
 class Boundary:
     """A carry at rest.
@@ -46,13 +73,13 @@ class Boundary:
     Attributes:
         leaves: its leaves, without autograd history.
         states: the replay states that belong to it.
-        shared: (output, leaf) wherever an output of the stage before is that very leaf.
+        ties: what its leaves are besides.
         versions: version counters of the leaves when it was stored.
     """
 
     leaves: Leaves
     states: tuple[Any, ...] = ()
-    shared: tuple[tuple[int, int], ...] = ()
+    ties: Ties = UNTIED
     versions: tuple[int, ...] = ()
 
 
@@ -73,12 +100,15 @@ class RecordedRange:
         start, stop: the stages are start … stop−1.
         width: how many leaves the entering carry has.
         entering: (leaf, edge) where gradients of the entering carry come out, equal leaves once.
-        handed: (output, stage, leaf) of the gradients that `Resume` hands in (rule 3).
+        handed: by leaf of the entering carry the outputs whose gradients its sum begins with (rule 3).
+        left: where leaves that `handed` knows stand in the leaving carry, if that is the last of all.
         leaving: (leaf, root) where gradients of the leaving carry go in, equal leaves once.
+        returned: (leaf, number) wherever a leaf of the leaving carry is a captured tensor.
         outputs: (output, stage, root) where gradients of outputs go in.
         inputs: (stage, aliases of inputs that need a gradient).
         captured: the captured tensors that it may use, by number.
         resumed: those whose sums `Resume` hands in.
+        casts: (number, edge) where gradients flow into autocast's copies of captured tensors.
         box, resume: what `Resume` hands in, and the root that makes it run.
         first_sequence: autograd nodes with a smaller sequence number were made before.
     """
@@ -87,12 +117,15 @@ class RecordedRange:
     stop: int
     width: int
     entering: list[tuple[int, GradientEdge]]
-    handed: tuple[tuple[int, int, int], ...]
+    handed: dict[int, list[Given]] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
     leaving: list[tuple[int, Root]] = field(default_factory=list)
+    returned: tuple[tuple[int, int], ...] = ()
     outputs: list[tuple[int, int, Root]] = field(default_factory=list)
     inputs: list[tuple[int, list[torch.Tensor]]] = field(default_factory=list)
     captured: tuple[int, ...] = ()
     resumed: tuple[int, ...] = ()
+    casts: list[tuple[int, GradientEdge]] = field(default_factory=list)
     box: Box = field(default_factory=Box)
     resume: torch.Tensor | None = None
     first_sequence: int = 0
@@ -272,13 +305,52 @@ def versions_of(leaves: Leaves) -> tuple[int, ...]:
     return tuple(leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def shared_leaves(outputs: Leaves, carry: Leaves) -> tuple[tuple[int, int], ...]:
-    """(output, leaf) wherever an output is a leaf of the carry."""
-    if not outputs:
-        return ()
-    place_of = {id(carry[place]): place for place in places_of(carry)}
-    return tuple((number, place_of[id(leaf)]) for number, leaf in enumerate(outputs) if id(leaf) in place_of)
+def followed(ties: Ties, stage: int, before: Leaves, outputs: Leaves, after: Leaves, number_of: dict[int, int]) -> Ties:
+    """What the leaves of the carry after a stage are besides.
+
+    Args:
+        ties: the same for the carry before it.
+        stage: the stage.
+        before, outputs, after: what it took and returned.
+        number_of: the numbers of captured tensors, by id.
+    """
+    places = {id(after[place]): place for place in places_of(after)}
+    given = [
+        item._replace(place=places[id(before[item.place])]) for item in ties.given if id(before[item.place]) in places
+    ]
+    for output, leaf in enumerate(outputs):
+        place = places.get(id(leaf))
+        if place is not None:
+            longer = next(
+                (n for n, g in enumerate(given) if (g.output, g.stop, g.place) == (output, stage, place)), None
+            )
+            if longer is None:
+                given.append(Given(output, stage, stage + 1, place))
+            else:
+                given[longer] = given[longer]._replace(stop=stage + 1)
+    captured: tuple[tuple[int, int], ...] = ()
+    if not number_of.keys().isdisjoint(places):
+        captured = tuple((place, number_of[key]) for key, place in places.items() if key in number_of)
+    return Ties(tuple(given), captured) if given or captured else UNTIED
 
 
-def added(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    return b if a is None else a if b is None else a + b
+def summed(
+    start: torch.Tensor | None, items: Iterable[Given], gradients: Sequence[torch.Tensor | None]
+) -> torch.Tensor | None:
+    """A sum that goes on from `start` with gradients of outputs, in the order in which the plain run's stacks add them.
+
+    The newest stack runs backward first, and adds to its tensors from the first stage to the last.
+    """
+    total, owned = start, False
+    for item in sorted(items, key=lambda item: (-item.output, item.start)):
+        stacked = gradients[item.output]
+        if stacked is None:
+            continue
+        for stage in range(item.start, item.stop):
+            if total is None:
+                total = stacked[stage]
+            elif owned:
+                total.add_(stacked[stage])
+            else:
+                total, owned = total + stacked[stage], True
+    return total

@@ -292,12 +292,8 @@ class _Scan(torch.autograd.Function):
         if not _autograd._get_current_graph_task_keep_graph():
             ctx.call = ctx.states = None  # a step may lead to what leads here
         inputs = iter(loop.input_gradients())
-        return (
-            *(None,) * 4,
-            *(found.carry[place] for place in call.carry_places),
-            *(next(inputs) if need else None for need in call.input_needs),
-            *found.captured,
-        )
+        given = [next(inputs) if need else None for need in call.input_needs]
+        return *(None,) * 4, *(found.carry[place] for place in call.carry_places), *call.merged(given, found.captured)
 
 
 def _forward(

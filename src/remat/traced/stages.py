@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ..loops import Loop
-from ..ranges import Captured, Recording
-from ..recorded import Boundary
+from ..recorded import UNTIED, Boundary
 from ..schedules import Record
+from ..stages import Recording
+from ..sums import Captured
 from ..trees import Leaves
 from .deferring import Operand, Term
 from .graphs import value_of
@@ -156,7 +157,7 @@ class TracedRanges:
                 del found, column
         if action.stop == self.length:
             carry = self.stages.traced.marked(carry)
-        return Recording(_Tape(action.start, action.stop, stacks, action.entry), carry, ())
+        return Recording(_Tape(action.start, action.stop, stacks, action.entry), carry, UNTIED)
 
     def _columns(self, ready: Ready, steps: range, stacks: dict[Key, torch.Tensor], carry: Leaves) -> list[Any]:
         """What each step has of its own: inputs, and the slots that it reads and writes."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 import remat
 from graph.corpus import case
 from graph.joint import within
 from graph.networks import step
-from remat.graph import fusing
+from remat.graph import compilation, fusing
+from remat.graph.backend import last_plan
 from remat.graph.compilation import Options
+from remat.graph.op_costs import estimated
 
 Pieces = list[fx.GraphModule]
 
@@ -49,7 +52,7 @@ def test_a_piece_computes_nothing_twice_and_draws_nothing(pieces: Pieces) -> Non
     wanted = step(function, tensors)
     function, tensors = of("attention")
     budget = smallest(function, tensors)
-    call, compilation = within(function, tensors, budget=budget, gradients_exist=True, lowering="inductor")
+    call, made = within(function, tensors, budget=budget, gradients_exist=True, lowering="inductor")
     found = step(call, tensors)
     assert torch.equal(found["random state"], wanted["random state"])
     for key, value in wanted.items():
@@ -58,9 +61,44 @@ def test_a_piece_computes_nothing_twice_and_draws_nothing(pieces: Pieces) -> Non
         nodes = [node for node in piece.graph.nodes if node.op == "call_function"]
         assert len({(node.target, str(node.args), str(node.kwargs)) for node in nodes}) == len(nodes)
         assert not any("bernoulli" in str(node.target) for node in nodes)
-    assert compilation.plan is not None
-    order = compilation.plan.program.order
+    assert made.plan is not None
+    order = made.plan.program.order
     assert len(set(order)) < len(order)
+
+
+@pytest.mark.parametrize("extra_share", [0.45, 2.0])
+def test_what_takes_more_than_the_budget_is_planned_again(monkeypatch: pytest.MonkeyPatch, extra_share: float) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(16, 16), nn.Tanh())))
+    x = torch.randn(256, 16)
+    model(x).sum().backward()
+    budget = round(0.8 * remat.measure(lambda: model(x).sum().backward()).peak_bytes)
+
+    def greedy(module: fx.GraphModule, _inputs: Any) -> Any:
+        """Pieces that take more than they are planned to."""
+
+        def run(args: list[Any]) -> Any:
+            taken = torch.empty(round(extra_share * budget), dtype=torch.uint8)
+            del taken
+            return module(*[args.pop(0) for _ in range(len(args))])
+
+        return run
+
+    monkeypatch.setattr(fusing, "_through_inductor", greedy)
+    monkeypatch.setattr(compilation, "measured", estimated)  # the same everywhere
+    options = {"budget": budget, "gradients_exist": True, "lowering": "inductor"}
+    compiled = torch.compile(lambda x: model(x).sum(), backend="remat", options=options)
+    plans = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            compiled(x).backward()
+            plans.append(last_plan())
+    assert plans[-1].peak_bytes < plans[0].peak_bytes <= budget
+    measured = remat.measure(lambda: compiled(x).backward()).peak_bytes
+    assert (measured <= budget) == (extra_share < 1)
+    assert any("more than the budget" in str(one.message) for one in said) == (extra_share >= 1)
+    torch._dynamo.reset()
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")

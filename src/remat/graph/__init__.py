@@ -26,5 +26,8 @@ gates       gradients handed to autograd as early as it would make them
 tracing     the joint graph of a model, nothing run
 table       Chen's table: bytes and time of every way to run the step                            (no torch)
 compilation one graph as AOTAutograd compiles it
+weighing    what a call really takes, counted piece by piece
+sharing     one budget for the calls of several graphs                                           (no torch)
+parts       the graphs of one model: compiled, weighed, compiled anew for their share of the budget
 backend     `torch.compile(model, backend="remat")`
 """

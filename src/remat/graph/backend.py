@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,33 +18,50 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..sizes import format_bytes
-from .compilation import Compilation, Options, is_leaf
+from .compilation import Options
 from .compilation import last_plan as last_plan
+from .parts import Model, Part, StepPlan
 
-_frames: dict[int, tuple[Mapping[str, Any], set[Any]]] = {}  # by the options of one torch.compile: frames captured
+_models: weakref.WeakValueDictionary[int, Model] = weakref.WeakValueDictionary()  # by what their options are
+_newest: list[weakref.ref[Model]] = []
 _lock = threading.Lock()
+
+
+def last_step() -> StepPlan | None:
+    """The plan of a step of the model that was compiled last, in one graph or several; None without a budget."""
+    with _lock:
+        model = _newest[0]() if _newest else None
+    return None if model is None else model.step()
 
 
 def remat_backend(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
 ) -> Callable[..., Any]:
     """The backend as Dynamo calls it; `Options` says what `options` may hold."""
-    chosen = Options.from_mapping(options or {})
-    _warn_of_parts(options, chosen)
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    reason = getattr(module, "compile_subgraph_reason", None)
+    part = partial(
+        _model_of(options).part,
+        frame=object() if compile_id is None else compile_id.frame_id,
+        followed=reason is not None and reason.graph_break,
+    )
     symbolic = any(_is_symbolic(x) for x in example_inputs)
-    made = _by_size(module, chosen) if symbolic else _compiled(module, list(example_inputs), chosen)
+    made = _by_size(module, part) if symbolic else part(module, list(example_inputs))
     call: Callable[..., Any] = torch._dynamo.disable(  # type: ignore[no-untyped-call]
         made, reason="gates are autograd nodes of their own"
     )
     return call
 
 
-def _compiled(module: fx.GraphModule, inputs: list[Any], options: Options) -> Callable[..., Any]:
-    from torch._dynamo.backends.common import aot_autograd
-
-    compilation = Compilation(options, [is_leaf(x) for x in inputs])
-    return compilation.gated(aot_autograd(**compilation.parts)(module, inputs))
+def _model_of(options: Mapping[str, Any] | None) -> Model:
+    """All graphs that are compiled with the same options are of one model."""
+    chosen = Options.from_mapping(options or {})
+    with _lock:
+        model = _models.get(id(options))
+        if model is None or model.asked is not options or model.options != chosen or options is None:
+            model = _models[id(options)] = Model(chosen, options)
+        _newest[:] = [weakref.ref(model)]
+    return model
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -52,16 +69,16 @@ def _is_symbolic(value: Any) -> bool:
     return any(isinstance(size, torch.SymInt | torch.SymFloat) for size in sizes)
 
 
-def _by_size(module: fx.GraphModule, options: Options) -> Callable[..., Any]:
+def _by_size(module: fx.GraphModule, part: Callable[..., Part]) -> Callable[..., Any]:
     """A graph of symbolic sizes: bytes depend on them, so each set of sizes gets a plan when it is first met."""
-    made: dict[Any, Callable[..., Any]] = {}
+    made: dict[Any, Part] = {}
     read = _read_numbers(module)
 
     def call(*args: Any) -> Any:
         numbers = {place: args[place].item() for place in read}
         key = (*((*a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args), *numbers.values())
         if key not in made:
-            made[key] = _compiled(_with_numbers(module, numbers), list(args), options)
+            made[key] = part(_with_numbers(module, numbers), list(args))
         return made[key](*args)
 
     return call
@@ -93,22 +110,3 @@ def _instead_of(read: fx.Node, number: Any, value: Any) -> Any:
 
 def _is_node(value: Any) -> bool:
     return isinstance(value, fx.Node)
-
-
-def _warn_of_parts(options: Mapping[str, Any] | None, chosen: Options) -> None:
-    """A model that is captured in parts gets the budget for each of them: say so."""
-    compile_id = torch._guards.CompileContext.current_compile_id()
-    if options is None or chosen.budget_bytes is None or compile_id is None:
-        return
-    with _lock:
-        _, frames = _frames.setdefault(id(options), (options, set()))
-        new = compile_id.frame_id not in frames
-        frames.add(compile_id.frame_id)
-        parts = len(frames)
-    if new and parts > 1:
-        warnings.warn(
-            f"the model is captured as {parts} graphs so far, and the budget of {format_bytes(chosen.budget_bytes)} "
-            f"holds for each of them alone, so that together they may take up to {parts} times as much; "
-            "TORCH_LOGS=graph_breaks says where they part",
-            stacklevel=2,
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -79,15 +80,30 @@ class Compilation:
     Args:
         options: budget and the like.
         leaves: for each argument, whether its gradient goes to `.grad`.
+        choose: which plan to take; by default the fastest within the budget.
+        watch: told of each call that may run backward, before its forward; what it returns surrounds the forward.
+        known: a planner that may know this graph already.
 
     Attributes:
+        planner: what the plan is from.
         plan: what runs; None until the joint graph is there, and where nothing needs a gradient.
         stops: arguments whose gradients are handed out together, in order; empty where all come at the end.
     """
 
-    def __init__(self, options: Options, leaves: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        options: Options,
+        leaves: Sequence[bool],
+        *,
+        choose: Callable[[Planner], GraphPlan] | None = None,
+        watch: Callable[[Run], AbstractContextManager[object]] | None = None,
+        known: Planner | None = None,
+    ) -> None:
         self.options = options
         self.leaves = leaves
+        self.choose = choose or self._within_budget
+        self.watch = watch or nullcontext
+        self.planner = known
         self.plan: GraphPlan | None = None
         self.stops: tuple[tuple[int, ...], ...] = ()
 
@@ -115,7 +131,7 @@ class Compilation:
                 return compiled(*args)
             run = Run()
             passed = through_gates(run, self.stops, args)
-            with forward_of(run):
+            with forward_of(run), self.watch(run):
                 return compiled(*passed)
 
         return call
@@ -133,13 +149,11 @@ class Compilation:
             parameters=[k for k, leaf in enumerate(self.leaves) if leaf] if plain else (),
             costs=estimated if parallel else measured,
         )
-        planner = Planner(
-            graph,
-            gradients_exist=self.options.gradients_exist and plain,
-            candidates={} if self.fuses else candidates(nodes),  # Inductor decides that itself
-        )
-        budget = self.options.budget_bytes
-        self.plan = planner.plan(planner.plain_bytes if budget is None else budget)
+        exist, planner = self.options.gradients_exist and plain, self.planner
+        if planner is None or planner.graph != graph or planner.gradients_exist != exist:
+            overwritten = {} if self.fuses else candidates(nodes)  # Inductor decides that itself
+            planner = self.planner = Planner(graph, gradients_exist=exist, candidates=overwritten)
+        self.plan = self.choose(planner)
         with _lock:
             _plans.append(self.plan)
         if plain:
@@ -149,6 +163,10 @@ class Compilation:
         )
         _add_key(forward, backward, num_fwd_outputs)
         return forward, backward
+
+    def _within_budget(self, planner: Planner) -> GraphPlan:
+        budget = self.options.budget_bytes
+        return planner.plan(planner.plain_bytes if budget is None else budget)
 
     def _backward_compiler(self, made: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         results: Any = made.graph.output_node().args[0]

@@ -13,12 +13,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from .lowering import Stepwise
+from .weighing import Weighing
 
 _numbers = itertools.count(1)
 _runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
@@ -30,10 +31,14 @@ class Run:
 
     Attributes:
         number: by which the backward finds it again.
+        closed: whether a backward of it is over.
+        weighing: what counts its bytes, if they are to be counted.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
+        self.closed = False
+        self.weighing: Weighing | None = None
         self._steps: Generator[None, list[tuple[int, Any]], None] | None = None
         self._ready: dict[int, Any] = {}
         _runs[self.number] = self
@@ -52,20 +57,30 @@ class Run:
         found: list[tuple[int, Any]] = []
         wanted = set(numbers)
         ready: dict[int, Any] = {}
-        while wanted - ready.keys():
-            try:
-                with torch.no_grad(), torch._C._DisableAutocast():  # as traced, wherever the backward was called
-                    self._steps.send(found)
-            except StopIteration:
-                self._steps = None
+        while wanted - ready.keys() and self._steps is not None:
+            # As traced, wherever the backward was called.
+            with torch.no_grad(), torch._C._DisableAutocast(), self._weighed(found):
+                self._advance(found)
             ready.update((number, value) for number, value in found if number in wanted)
             found.clear()
-            if self._steps is None:
-                break
         return [ready.pop(number, None) for number in numbers]
+
+    def _advance(self, found: list[tuple[int, Any]]) -> None:
+        assert self._steps is not None
+        try:
+            self._steps.send(found)
+        except StopIteration:
+            self._steps = None
+
+    def _weighed(self, found: list[tuple[int, Any]]) -> AbstractContextManager[None]:
+        return nullcontext() if self.weighing is None else self.weighing.piece(found)
 
     def close(self) -> None:
         """The pass is over: what the backward still holds goes."""
+        self.closed = True
+        weighing, self.weighing = self.weighing, None
+        if weighing is not None:
+            weighing.finish()
         if self._steps is not None:
             self._steps.close()
             self._steps = None

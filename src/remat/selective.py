@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .ambient import opaque
 from .errors import StepError
 
 _PRODUCTS: Final = (
@@ -294,13 +295,22 @@ def _unpack(packed: Any) -> torch.Tensor:
     return packed.tensor
 
 
-class _Keeping(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """A mode whose methods keep compilers out by themselves: torch's way imports one, which takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Keeping(_Mode):
     """Notes what expensive operators return, while a stage is recorded."""
 
     def __init__(self, tape: _Tape) -> None:
         super().__init__()
         self._tape = tape
 
+    @opaque
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         traits = _traits_of(func)
@@ -318,7 +328,7 @@ class _Keeping(TorchDispatchMode):
         return result
 
 
-class _Returning(TorchDispatchMode):
+class _Returning(_Mode):
     """Gives back what expensive operators returned, instead of running them."""
 
     def __init__(self, results: list[_Kept | None]) -> None:
@@ -326,6 +336,7 @@ class _Returning(TorchDispatchMode):
         self._results = iter(results)
         self._memories: set[int] = set()
 
+    @opaque
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         traits = _traits_of(func)

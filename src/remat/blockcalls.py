@@ -46,7 +46,7 @@ class ChainCall:
 
     def __init__(
         self,
-        functions: Sequence[Callable[..., Any]],
+        functions: Sequence[Callable[..., Any] | Block],
         carry: Any,
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
@@ -54,7 +54,7 @@ class ChainCall:
         check: bool = False,
         missed: Sequence[torch.Tensor] = (),
     ) -> None:
-        self.blocks = [Block(function) for function in functions]
+        self.blocks = [each if isinstance(each, Block) else Block(each) for each in functions]
         self.structure = Structure(carry)
         self.carry = self.structure.flatten(carry)
         self.carry_places = places_of(self.carry)
@@ -204,7 +204,7 @@ class ChainCall:
             workspace_bytes=of.stage.workspace_bytes + watching,
             gradient_bytes=stays,
         )
-        made[key] = _without_clock(stage) if _several_processes() else stage
+        made[key] = _without_clock(stage) if several_processes() else stage
         return made[key]
 
     def stages(self, known: Sequence[Known]) -> Blocks:
@@ -223,7 +223,8 @@ def copied_stages(known: Sequence[Known]) -> list[bool]:
     return copies
 
 
-def _several_processes() -> bool:
+def several_processes() -> bool:
+    """Whether other processes must plan the same."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

@@ -7,24 +7,21 @@ walked through as a step of `scan` is (`captures.reach`).
 
 from __future__ import annotations
 
-import inspect
-import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cached_property
-from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import torch
 
 from .ambient import Source
-from .captures import ATOMS, Reached, installed, methods_of, moving, named_globals, reach
+from .captures import Reached, reach
 from .errors import StepError
 from .loops import described, fingerprint, kind_of
 from .mutable import mutable_sources, tensor_source, tensors_source
+from .plainmodules import Seen, plain
 from .trees import Leaves, Mismatch, Structure
-
-_PRIVATE: Final = frozenset(inspect.get_annotations(torch.nn.Module)) | {"training"}
 
 
 class Block:
@@ -39,22 +36,41 @@ class Block:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        seen = _plain(function)
-        self._buffers: list[torch.Tensor] | None = None
-        if seen is not None:
-            self.tensors, self._buffers, settings = seen
-        else:
-            self.tensors = self.reached.tensors
+        self._members: tuple[Block, ...] = ()
+        seen = plain(function)
+        self._buffers = None if seen is None else seen.buffers
+        if seen is None:
             settings = (*self.reached.codes, *self.reached.settings)
-        self.captured = [tensor for tensor in self.tensors if tensor.requires_grad]
-        likes = [*map(_like, self.tensors)]
-        self.devices = {like[2] for like in likes}
-        self.key: Hashable = (settings, *likes)
+            seen = Seen(self.reached.tensors, [], settings, [])
+        self.tensors, self.captured, self.devices, self.key = seen.tensors, seen.captured, seen.devices, seen.key
+
+    @classmethod
+    def joined(cls, blocks: Sequence[Block]) -> Block:
+        """Neighbours as one block, all of them modules that hold nothing but tensors and settings."""
+        group = cls.__new__(cls)
+        group.function, group._members = Group([block.function for block in blocks]), tuple(blocks)
+        tensors = {id(tensor): tensor for block in blocks for tensor in block.tensors}
+        buffers = {id(buffer): buffer for block in blocks for buffer in block._buffers or ()}
+        places = {key: number for number, key in enumerate(tensors)}  # so that tied ones look so
+        tied = tuple(places[id(tensor)] for block in blocks for tensor in block.tensors)
+        settings = (Group, *(block.key for block in blocks), tied)
+        seen = Seen(list(tensors.values()), list(buffers.values()), settings, [])
+        group._buffers = seen.buffers
+        group.tensors, group.captured, group.devices, group.key = seen.tensors, seen.captured, seen.devices, seen.key
+        return group
 
     @cached_property
     def reached(self) -> Reached:
         """All that the block can reach."""
-        return reach(self.function)
+        if not self._members:
+            return reach(self.function)
+        parts = [block.reached for block in self._members]
+        return Reached(
+            **{
+                each.name: list({id(item): item for part in parts for item in getattr(part, each.name)}.values())
+                for each in fields(Reached)
+            }
+        )
 
     @property
     def name(self) -> str:
@@ -80,140 +96,28 @@ class Block:
 
     def sources_of(self, numbers: Sequence[int]) -> list[Source]:
         """Some of them, as few sources as can be, to be put back together."""
+        if not numbers:
+            return []
         if self._buffers is not None and all(number < len(self._buffers) for number in numbers):
-            return [tensors_source([self._buffers[number] for number in numbers])] if numbers else []
+            buffers = [self._buffers[number] for number in numbers]
+            if all(type(buffer) is torch.Tensor and buffer.layout is torch.strided for buffer in buffers):
+                return [tensors_source(buffers)]
         sources = self.sources()
         return [sources[number] for number in numbers]
 
 
-def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What of a tensor decides about costs; a gradient that exists already need not be made."""
-    made = tensor.requires_grad and tensor.is_leaf and tensor.grad is not None
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, made, type(tensor)
+class Group:
+    """Neighbouring blocks, run as one."""
 
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self.functions = functions
+        self.__name__ = f"group of {len(functions)} blocks"
 
-# ---- the quick walk
-
-
-def _plain(function: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], Hashable] | None:
-    """Tensors, buffers and settings of a module that holds nothing else; None if it does."""
-    if not isinstance(function, torch.nn.Module):
-        return None
-    tensors: list[torch.Tensor] = []
-    buffers: list[torch.Tensor] = []
-    settings: list[Any] = []
-    numbers: dict[int, int] = {}  # of modules and tensors, so that tied ones look so
-    queue = [function]
-    while queue:
-        module = queue.pop()
-        fresh = len(numbers)
-        known = numbers.setdefault(id(module), fresh)
-        settings.append(known)
-        if known < fresh:
-            continue
-        values = vars(module)
-        if not _settings(module, values, settings):
-            return None
-        parameters, own, children = values["_parameters"], values["_buffers"], values["_modules"]
-        for group in (parameters, own):
-            for tensor in group.values():
-                fresh = len(numbers)
-                known = -1 if tensor is None else numbers.setdefault(id(tensor), fresh)
-                settings.append(known)
-                if known == fresh:
-                    tensors.append(tensor)
-                    if group is own and not tensor.requires_grad:
-                        buffers.append(tensor)
-        if children:
-            queue.extend(child for child in children.values() if child is not None)
-    return tensors, buffers, tuple(settings)
-
-
-class _Own(NamedTuple):
-    """A type's own attributes, as found on one of its modules: plain ones, taken all at once, and others."""
-
-    plain: Callable[[dict[str, Any]], Any]
-    others: tuple[str, ...]
-    names: frozenset[str]
-
-
-_own: dict[tuple[type, int, int], _Own] = {}
-
-
-def _own_of(kind: type, values: dict[str, Any]) -> _Own:
-    found = _own.get((kind, len(values), len(moving)))
-    if found is None or not found.names <= values.keys():
-        names = [name for name in values if name not in _PRIVATE and (kind, name) not in moving]
-        plain = [name for name in names if type(values[name]) in _DIRECT]
-        others = tuple(name for name in names if name not in plain)
-        found = _own[kind, len(values), len(moving)] = _Own(
-            itemgetter("training", "training", *plain), others, frozenset(names)
-        )
-    return found
-
-
-def _settings(module: torch.nn.Module, values: dict[str, Any], settings: list[Any]) -> bool:
-    """Add the module's type and plain attributes; False if it has others, or hooks."""
-    kind: Any = type(module)
-    if values["_forward_hooks"] or values["_forward_pre_hooks"]:
-        return False
-    if values["_backward_hooks"] or values["_backward_pre_hooks"]:
-        return False
-    library = kind.__module__.startswith("torch.nn.modules")
-    if not library and not _plain_class(kind):
-        return False
-    own = _own_of(kind, values)
-    plain = own.plain(values)
-    if not _DIRECT.issuperset(map(type, plain)):
-        del _own[kind, len(values), len(moving)]  # they have other types now
-        return _settings(module, values, settings)
-    settings.append(kind)
-    settings.append(plain)
-    for name in own.others:
-        value = values[name]
-        sort = type(value)
-        if sort in _DIRECT:
-            settings.append(value)
-        elif sort is float:
-            settings.append(value != 0)  # it matters at most whether it is 0
-        elif (sort is tuple or (library and sort is list)) and _DIRECT.issuperset(map(type, value)):
-            settings.append(tuple(value))
-        else:
-            return False
-    return True
-
-
-_DIRECT: Final = frozenset({int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
-
-
-_plain_classes: dict[type, bool] = {}
-
-
-def _plain_class(kind: type) -> bool:
-    """Whether the methods of a class reach nothing but functions, types and libraries."""
-    known = _plain_classes.get(kind)
-    if known is None:
-        functions, seen = list(methods_of(kind)), set[Any]()
-        known = True
-        while functions and known:
-            function = functions.pop()
-            if function in seen or not isinstance(function, types.FunctionType):
-                known = known and not isinstance(function, torch.Tensor)
-                continue
-            seen.add(function)
-            known = all(isinstance(cell.cell_contents, type) for cell in function.__closure__ or ())
-            if not installed(function.__module__):
-                for name in named_globals(function.__code__) & function.__globals__.keys():
-                    value = function.__globals__[name]
-                    if isinstance(value, types.FunctionType):
-                        functions.append(value)
-                    elif isinstance(value, types.ModuleType):
-                        known = known and installed(value.__name__)
-                    else:
-                        known = known and isinstance(value, (*ATOMS, type, types.BuiltinFunctionType))
-                known = known and not named_globals(function.__code__, assigned=True)
-        _plain_classes[kind] = known
-    return known
+    def __call__(self, x: Any, *shared: Any, **named: Any) -> Any:
+        """The loop over them."""
+        for function in self.functions:
+            x = function(x, *shared, **named)
+        return x
 
 
 # ---- stages

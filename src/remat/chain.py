@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -19,11 +18,11 @@ from .blockcalls import ChainCall, copied_stages, in_need
 from .blocks import Block
 from .captures import unseen_leaves
 from .errors import LateChange, StepError
+from .granularity import keeps_all, settled
 from .interpreter import Interpreter
 from .plans import Plan
-from .ranges import WHOLE, AutogradRanges, Replays
+from .ranges import AutogradRanges, Replays
 from .recorded import detached, hooks_set_aside, needs_gradient, places_of
-from .schedules import Record
 from .silence import silence
 from .sums import Captured
 from .survey import Known, MissedTensors, refuse_unseen, storage_bytes, untraced
@@ -77,13 +76,16 @@ def chain(
         return x
     missed: list[torch.Tensor] = []
     late = frozenset[int]()
-    while True:
-        call = ChainCall(functions[front:], x, shared, shared_kwargs, check=check, missed=missed)
+
+    def start(blocks: Sequence[Any]) -> ChainCall:
+        call = ChainCall(blocks, x, shared, shared_kwargs, check=check, missed=missed)
         call.made_bytes = storage_bytes(call.carry) if front else 0
+        return call
+
+    while True:
         try:
-            known = call.surveyed()
-            made = call.planned(known, budget, planner)
-            if _keeps_all(made) and not check:
+            call, known, made = settled(functions[front:], start, budget, planner)
+            if keeps_all(made) and not check:
                 return _plain(functions[front:], x, shared, shared_kwargs)
             return _Work(call, known, made, late).outputs()
         except MissedTensors as found:
@@ -114,11 +116,15 @@ def plan_chain(
         raise StepError("no block needs a gradient, so nothing is kept and there is nothing to plan")
     x = untraced(functions[:front], x, shared, shared_kwargs)
     missed: list[torch.Tensor] = []
-    while True:
-        call = ChainCall(functions[front:], x, shared, shared_kwargs, missed=missed)
+
+    def start(blocks: Sequence[Any]) -> ChainCall:
+        call = ChainCall(blocks, x, shared, shared_kwargs, missed=missed)
         call.made_bytes = storage_bytes(call.carry) if front else 0
+        return call
+
+    while True:
         try:
-            return call.planned(call.surveyed(), budget, planner)
+            return settled(functions[front:], start, budget, planner).plan
         except MissedTensors as found:
             missed += found.tensors
 
@@ -128,12 +134,6 @@ def _plain(functions: Sequence[Callable[..., Any]], x: Any, shared: tuple[Any, .
     for function in functions:
         x = function(x, *shared, **named)
     return x
-
-
-def _keeps_all(made: Plan) -> bool:
-    """Whether the forward keeps every tape whole: then the plain loop does the same, with nothing in between."""
-    actions = list(islice(made.schedule, 3))
-    return len(actions) == 2 and isinstance(actions[0], Record) and actions[0].entry == WHOLE
 
 
 def front_of(functions: Sequence[Callable[..., Any]], x: Any, shared: tuple[Any, ...], named: dict[str, Any]) -> int:

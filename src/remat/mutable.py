@@ -12,7 +12,7 @@ import functools
 import operator
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,18 +81,26 @@ def tensor_source(tensor: torch.Tensor) -> Source:
 
 
 def tensors_source(tensors: Sequence[torch.Tensor]) -> Source:
-    """Several buffers as one, where it is only a matter of putting them back."""
+    """Several strided buffers as one, where it is only a matter of putting them back: all of a dtype in one piece.
+
+    A replay of a block takes and puts back its buffers; one by one, those of a few batch norms would take longer than
+    the rest that there is to do around the block.
+    """
+    kinds: dict[Hashable, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    groups = list(kinds.values())
+
+    def get() -> list[torch.Tensor]:
+        return [torch.cat([tensor.detach().reshape(-1) for tensor in group]) for group in groups]
 
     def put(kept: Sequence[torch.Tensor]) -> None:
-        for tensor, state in zip(tensors, kept, strict=True):
-            tensor.data.copy_(state)
+        for group, state in zip(groups, kept, strict=True):
+            parts = torch.split(state, [tensor.numel() for tensor in group])
+            pairs = zip(parts, group, strict=True)
+            torch._foreach_copy_([tensor.data for tensor in group], [part.view(t.shape) for part, t in pairs])
 
-    return Source(
-        "buffers",
-        lambda: [tensor.clone() for tensor in tensors],
-        put,
-        lambda a, b: all(map(_same_tensor, a, b)),
-    )
+    return Source("buffers", get, put, lambda a, b: all(map(_same_tensor, a, b)))
 
 
 @functools.cache

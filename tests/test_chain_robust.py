@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import remat
 from plain import assert_same, observe, same, seed_everything
+from remat import granularity
 from remat.schedules import Record
 from stacks import STACKS, B, D, Residual, budget_at, chained, of, plain_chain, planned
 from steps import leaf
@@ -23,6 +24,12 @@ from steps import leaf
 # Nothing runs again (but without check= that would be the plain loop); all does, often.
 AMPLE, AGAIN = {"budget": "1GiB", "check": True}, {"budget": "1GiB", "planner": "constant"}
 levels = pytest.mark.parametrize("settings", [AMPLE, AGAIN], ids=["ample", "constant"])
+
+
+@pytest.fixture(autouse=True)
+def blocks_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether tiny blocks are grouped depends on how long they take, which these tests should not."""
+    monkeypatch.setattr(granularity, "_groups", lambda *_: ())
 
 
 def residual(count: int = 8, **kwargs: Any) -> list[nn.Module]:

@@ -216,7 +216,7 @@ class Fakes:
         return made
 
 
-class _Watched(Ledger):
+class _Watched(Ledger):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """A ledger that also writes down what is run on what: blocks of which that is equal cost the same.
 
     Blocks that differ in a number or a name only, as in their place in the model, are then looked at once.

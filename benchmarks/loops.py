@@ -1,9 +1,10 @@
 """Is a traced loop inside a small budget as fast as the loop that keeps everything?
 
 LSTM and GRU with dropout (hidden 256, input 64, batch 16), a spiking network, a neural cellular automaton and a small
-transformer-like step, T steps with a loss in each. Plain loop, PyTorch's fused layer, `torch.utils.checkpoint` over
-segments, and remat as it is and compiled, interleaved in one fresh process for each workload and number of threads;
-budgets as shares of the plain loop's measured peak.
+transformer-like step, with a loss in each step. Plain loop, PyTorch's fused layer, the plain loop over a step through
+torch.compile, `torch.utils.checkpoint` over segments and nested, and remat as it is and compiled, interleaved in one
+fresh process for each workload and number of threads; budgets as shares of the plain loop's measured peak. Where JAX is
+installed (here, or for the Python named by JAX_PYTHON), its scans train the LSTM and the GRU in a process of their own.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import argparse
 import gc
 import json
 import math
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,9 +30,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from harness import RESULTS, fresh_process, interleaved, publish, ratio, where
+from harness import RESULTS, Spent, fresh_process, publish, ratio, timed, where
 
 SHARES = (0.5, 0.2, 0.1, 0.05, 0.02)
+STEPS = {"lstm": 1000, "gru": 600, "spiking": 1000, "automaton": 300, "transformer": 300}
 HIDDEN, INPUT, BATCH = 256, 64, 16
 Step = Callable[[Any, Any], tuple[Any, Tensor]]
 
@@ -120,10 +126,10 @@ class Job:
 
     # ---- ways to train
 
-    def plain(self) -> None:
+    def plain(self, step: Step | None = None) -> None:
         carry, losses = self.carry, []
         for x in self.xs:
-            carry, loss = self.step(carry, x)
+            carry, loss = (step or self.step)(carry, x)
             losses.append(loss)
         torch.stack(losses).sum().backward()
 
@@ -131,119 +137,212 @@ class Job:
         ys, _ = self.layer(self.xs)
         ys.square().mean((1, 2)).sum().backward()
 
-    def segments(self, size: int) -> None:
-        def run(carry: Any, xs: Tensor) -> tuple[Any, Tensor]:
-            losses = []
+    def segments(self, sizes: Sequence[int]) -> None:
+        """Checkpoints over segments of sizes[0] steps, within them over segments of sizes[1], and so on."""
+        self._segments(self.carry, self.xs, sizes)[1].backward()
+
+    def _segments(self, carry: Any, xs: Tensor, sizes: Sequence[int]) -> tuple[Any, Tensor]:
+        total = torch.zeros(())
+        if not sizes:
             for x in xs:
                 carry, loss = self.step(carry, x)
-                losses.append(loss)
-            return carry, torch.stack(losses).sum()
-
-        carry, total = self.carry, torch.zeros(())
-        for xs in self.xs.split(size):
-            carry, loss = checkpoint(run, carry, xs, use_reentrant=False)
+                total = total + loss
+            return carry, total
+        for part in xs.split(sizes[0]):
+            carry, loss = checkpoint(self._segments, carry, part, sizes[1:], use_reentrant=False)
             total = total + loss
-        total.backward()
+        return carry, total
 
     def budgeted(self, budget_bytes: int, compiled: Any) -> None:
         _, losses = remat.scan(self.step, self.carry, self.xs, budget=budget_bytes, compile=compiled)
         losses.sum().backward()
 
 
-def measured(name: str, steps: int, rounds: int, threads: int) -> dict[str, Any]:
-    """All ways of one workload, interleaved: peak bytes and seconds, by name."""
+class Cells:
+    """What is measured of one workload: ways to train, and what is to be said of each."""
+
+    def __init__(self, job: Job) -> None:
+        self.jobs: dict[str, Callable[[], None]] = {}
+        self.notes: dict[str, str] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.add("plain", job.plain)
+        self.plain_bytes = self.rows["plain"]["peak_bytes"]
+
+    def add(self, label: str, run: Callable[[], None], **predicted: float) -> None:
+        """Run one way twice, measured the second time; one that fails is left out, and says why."""
+        start = time.perf_counter()
+        try:
+            run()
+            first_s = time.perf_counter() - start
+            peak_bytes = remat.measure(run).peak_bytes
+        except Exception as error:  # a peer's failure is a result
+            self.notes[label] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+            return
+        gc.collect()
+        self.rows[label] = {"peak_bytes": peak_bytes, "first_call_s": first_s, **predicted}
+        self.jobs[label] = run
+
+    def budgets(self, job: Job) -> None:
+        """remat within shares of the plain peak."""
+        for compiled in (False, True):
+            for share in SHARES:
+                label = f"remat {'compiled ' if compiled else ''}{share:.0%}"
+                budget_bytes = int(self.plain_bytes * share)
+                start = time.perf_counter()
+                try:
+                    made = remat.plan_scan(job.step, job.carry, job.xs, budget=budget_bytes, compile=compiled)
+                except remat.InfeasibleBudget as error:
+                    self.notes[label] = f"infeasible below {error.smallest_budget_bytes / self.plain_bytes:.1%}"
+                    continue
+                plan_s = time.perf_counter() - start
+                run = partial(job.budgeted, budget_bytes, compiled)
+                self.add(
+                    label, run, predicted_bytes=made.peak_bytes, predicted_s=made.seconds, plan_s=plan_s, share=share
+                )
+
+    def checkpoints(self, job: Job, steps: int) -> None:
+        """Segments of the size with the lowest peak, and segments within segments."""
+        root = math.isqrt(steps)
+        peaks = {size: remat.measure(partial(job.segments, [size])).peak_bytes for size in (root // 2, root, 2 * root)}
+        self.add("checkpoint, best segments", partial(job.segments, [min(peaks, key=peaks.__getitem__)]))
+        cube = round(steps ** (1 / 3))
+        self.add("checkpoint, nested", partial(job.segments, [cube * cube, cube]))
+
+    def time(self, seconds: float) -> None:
+        """Run all in turn, at least twice, until the seconds are over."""
+        spent: dict[str, list[Spent]] = {label: [] for label in self.jobs}
+        end, rounds = time.perf_counter() + seconds, 0
+        while rounds < 2 or time.perf_counter() < end:
+            for label, run in self.jobs.items():
+                spent[label].append(timed(run))
+            rounds += 1
+        for label, row in self.rows.items():
+            row["share_of_plain"] = row["peak_bytes"] / self.plain_bytes
+            row["wall_s"] = median(s.wall_s for s in spent[label])
+            row["cpu_ratio"] = ratio(spent, label, "plain")
+            row["wall_ratio"] = ratio(spent, label, "plain", "wall_s")
+            row["rounds"] = rounds
+
+
+def measured(name: str, steps: int, seconds: float, threads: int) -> dict[str, Any]:
+    """All ways of one workload: what each took, by name, and notes."""
     torch.set_num_threads(threads)
     job = Job(name, steps)
-    job.plain()
-    peak = remat.measure(job.plain).peak_bytes
-    jobs: dict[str, Callable[[], None]] = {"plain": job.plain}
+    cells = Cells(job)
     if job.layer is not None:
-        jobs["fused layer"] = job.fused
-    jobs["checkpoint, segments of √T"] = partial(job.segments, math.isqrt(steps))
-    notes, predicted = {}, {}
-    for compiled in (False, True):
-        for share in SHARES:
-            label = f"remat {'compiled ' if compiled else ''}{share:.0%}"
-            budget_bytes = int(peak * share)
-            start = time.perf_counter()
-            try:
-                made = remat.plan_scan(job.step, job.carry, job.xs, budget=budget_bytes, compile=compiled)
-            except remat.InfeasibleBudget as error:
-                notes[label] = f"infeasible below {error.smallest_budget_bytes / peak:.1%}"
-                continue
-            jobs[label] = partial(job.budgeted, budget_bytes, compiled)
-            jobs[label]()
-            notes[label] = f"first call {time.perf_counter() - start:.1f} s"
-            predicted[label] = made.peak_bytes
-    peaks = {label: remat.measure(run).peak_bytes for label, run in jobs.items()}
-    gc.collect()
-    spent = interleaved(jobs, rounds)
-    rows = {
-        label: {
-            "peak_bytes": peaks[label],
-            "share": peaks[label] / peak,
-            "predicted_bytes": predicted.get(label),
-            "wall_s": median(s.wall_s for s in spent[label]),
-            "cpu_ratio": ratio(spent, label, "plain"),
-            "wall_ratio": ratio(spent, label, "plain", "wall_s"),
-        }
-        for label in jobs
-    }
-    return {"rows": rows, "notes": notes}
+        cells.add("fused layer", job.fused)
+    if threads == 1:
+        cells.add("torch.compile of the step", partial(job.plain, torch.compile(job.step, dynamic=False)))
+    cells.checkpoints(job, steps)
+    cells.budgets(job)
+    cells.time(seconds)
+    return {"rows": cells.rows, "notes": cells.notes}
+
+
+def peers(name: str, steps: int, threads: int) -> dict[str, Any]:
+    """What JAX takes, in a process of its own; bytes are XLA's own account of temporary and returned memory."""
+    python = os.environ.get("JAX_PYTHON", sys.executable)
+    settings = [str(number) for number in (steps, HIDDEN, INPUT, BATCH, threads)]
+    script = Path(__file__).parent / "harness" / "jax_loops.py"
+    try:
+        told = subprocess.run([python, str(script), name, *settings], capture_output=True, timeout=60).stdout
+    except subprocess.TimeoutExpired as late:
+        told = late.stdout or b""
+    found: dict[str, Any] = {}
+    for text in told.decode().splitlines():
+        found |= json.loads(text)
+    return found
 
 
 def draw(results: dict[str, Any]) -> None:
-    """Time over memory, one panel a workload."""
+    """Time over memory, one panel a workload and number of threads."""
     mpl.use("Agg")
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, len(results), figsize=(4.2 * len(results), 4), squeeze=False)
     for panel, (name, found) in zip(panels[0], results.items(), strict=True):
-        for label, marker in (("remat compiled", "o-"), ("remat ", "s--")):
-            rows = [
-                row
-                for key, row in found["rows"].items()
-                if key.startswith(label) and (label != "remat " or "compiled" not in key)
-            ]
-            panel.plot([r["share"] for r in rows], [r["cpu_ratio"] for r in rows], marker, label=label.strip())
-        for key in ("plain", "fused layer", "checkpoint, segments of √T"):
-            if key in found["rows"]:
-                panel.plot(found["rows"][key]["share"], found["rows"][key]["cpu_ratio"], "*", label=key)
-        panel.set(title=name, xscale="log", xlabel="peak / plain", ylabel="processor time / plain", ylim=(0, None))
-        panel.legend(fontsize=7)
+        lines: dict[str, list[dict[str, Any]]] = {}
+        for key, row in found["rows"].items():
+            label = key.rsplit(" ", 1)[0] if "share" in row else key
+            lines.setdefault(label, []).append(row)
+        for label, rows in lines.items():
+            marker = {"remat": "s--", "remat compiled": "o-"}.get(label, "*")
+            panel.plot([r["share_of_plain"] for r in rows], [r["wall_ratio"] for r in rows], marker, label=label)
+        panel.set(title=name, xscale="log", xlabel="peak / plain", ylabel="wall time / plain", ylim=(0, None))
+        panel.legend(fontsize=6)
     figure.tight_layout()
-    figure.savefig(RESULTS / "loops.png", dpi=120)
+    figure.savefig(RESULTS / "loops.png", dpi=110)
+    pyplot.close(figure)
+
+
+def line(name: str, threads: int, label: str, row: dict[str, Any], note: str) -> list[str]:
+    """One line of the table."""
+    predicted = f"{row['predicted_bytes'] / row['peak_bytes']:.3f}" if "predicted_bytes" in row else ""
+    against = f"{row['wall_s'] / row['predicted_s']:.2f}" if "predicted_s" in row else ""
+    sizes = [f"{row['peak_bytes'] / 2**20:.2f}", f"{row['share_of_plain']:.1%}"]
+    times = [f"{row[key]:.2f}" if key in row else "" for key in ("cpu_ratio", "wall_ratio")]
+    first = f"{row['plan_s'] + row['first_call_s']:.1f}" if "plan_s" in row else ""
+    return [name, str(threads), label, *sizes, *times, predicted, against, first, note]
+
+
+COLUMNS = [
+    "workload", "threads", "how", "peak MiB", "of plain", "CPU time / plain", "wall / plain",
+    "predicted / measured peak", "wall / predicted", "plan and first call s", "",
+]  # fmt: skip
+NOTES = [
+    "Budgets are shares of the plain loop's measured peak; parameter gradients are there before in every way. A cell "
+    "that is missing was refused or failed, as its last column says. Wall time over the predicted one compares with "
+    "stage times measured once, when the plan was made. JAX's bytes are XLA's own account; its times, like all "
+    "others, stand beside the plain PyTorch loop's. torch.compile is tried with one thread, as it takes longest.",
+]
+
+
+def kept(table: list[list[str]], results: dict[str, Any], *, show: bool) -> None:
+    """The results so far."""
+    publish("loops", "Loops inside a budget, compiled and not", COLUMNS, table, NOTES, show=show)
+    RESULTS.joinpath("loops.json").write_text(json.dumps({"where": where(), "results": results}, indent=1))
+    draw(results)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="of every workload; they have defaults of their own")
+    parser.add_argument("--seconds", type=float, default=12, help="of timing for each workload and number of threads")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--workloads", nargs="+", default=["lstm", "gru", "spiking", "automaton", "transformer"])
+    parser.add_argument("--workloads", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(measured(options.child, options.steps, options.rounds, options.threads[0])))
+        print(json.dumps(measured(options.child, options.steps, options.seconds, options.threads[0])))
         return
-    rows, results = [], {}
+    table: list[list[str]] = []
+    results: dict[str, Any] = {}
     for name in options.workloads:
+        steps = options.steps or STEPS[name]
         for threads in options.threads:
-            settings = ("--steps", str(options.steps), "--rounds", str(options.rounds), "--threads", str(threads))
-            found = results[f"{name}, {threads} thread{'s' * (threads > 1)}"] = fresh_process(
-                __file__, "--child", name, *settings
-            )
-            for label, row in found["rows"].items():
-                numbers = (f"{row['peak_bytes'] / 2**20:.2f}", f"{row['share']:.1%}")
-                ratios = (f"{row['cpu_ratio']:.2f}", f"{row['wall_ratio']:.2f}")
-                rows.append([name, str(threads), label, *numbers, *ratios, found["notes"].get(label, "")])
-            rows += [
-                [name, str(threads), k, "", "", "", "", v] for k, v in found["notes"].items() if k not in found["rows"]
-            ]
-    columns = ["workload", "threads", "how", "peak MiB", "of plain", "CPU time / plain", "wall / plain", ""]
-    publish("loops", f"Loops of {options.steps} steps inside a budget, compiled and not", columns, rows)
-    RESULTS.joinpath("loops.json").write_text(json.dumps({"where": where(), "results": results}, indent=1))
-    draw(results)
+            settings = ("--steps", str(steps), "--seconds", str(options.seconds), "--threads", str(threads))
+            try:
+                found = fresh_process(__file__, "--child", name, *settings, timeout_s=600)
+                if name in ("lstm", "gru"):
+                    found["rows"].update(_beside(peers(name, steps, threads), found["rows"]["plain"]))
+            except (subprocess.SubprocessError, ValueError) as error:
+                table.append([name, str(threads), "failed", *[""] * 7, f"{type(error).__name__}"])
+                print(getattr(error, "stderr", None) or error, file=sys.stderr)
+                continue
+            results[f"{name}, {threads} thread{'s' * (threads > 1)}"] = found
+            notes = found["notes"]
+            table += [line(name, threads, label, row, notes.get(label, "")) for label, row in found["rows"].items()]
+            table += [[name, str(threads), k, *[""] * 7, note] for k, note in notes.items() if k not in found["rows"]]
+            kept(table, results, show=False)
+    kept(table, results, show=True)
+
+
+def _beside(rows: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """Rows of another process, compared with the plain loop's."""
+    for row in rows.values():
+        row["share_of_plain"] = row["peak_bytes"] / plain["peak_bytes"]
+        row["wall_ratio"] = row["wall_s"] / plain["wall_s"]
+    return rows
 
 
 if __name__ == "__main__":

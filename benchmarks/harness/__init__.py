@@ -35,10 +35,15 @@ def interleaved(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
     spent: dict[str, list[Spent]] = {name: [] for name in jobs}
     for _ in range(rounds):
         for name, job in jobs.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            job()
-            spent[name].append(Spent(time.perf_counter() - wall, time.process_time() - cpu))
+            spent[name].append(timed(job))
     return spent
+
+
+def timed(job: Callable[[], object]) -> Spent:
+    """What one call takes."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    job()
+    return Spent(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def ratio(spent: Mapping[str, Sequence[Spent]], name: str, base: str, field: str = "cpu_s") -> float:
@@ -46,11 +51,16 @@ def ratio(spent: Mapping[str, Sequence[Spent]], name: str, base: str, field: str
     return median(getattr(a, field) / getattr(b, field) for a, b in zip(spent[name], spent[base], strict=True))
 
 
-def fresh_process(script: str, *arguments: str) -> Any:
+def fresh_process(script: str, *arguments: str, timeout_s: float | None = None) -> Any:
     """What a Python script prints as JSON on its last line, run in a process of its own."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(
-        [sys.executable, script, *arguments], check=True, capture_output=True, text=True, env=environment
+        [sys.executable, script, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=timeout_s,
     )
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -8,12 +8,14 @@ from torch.nn.utils.rnn import PackedSequence
 from .ambient import States, recomputing
 from .apart import by_itself
 from .calls import Call, Nature
+from .errors import StepError
 from .inputs import Column
 from .recorded import can_need, copied, detached
-from .traced.fusing import compiler_at_hand, fused
+from .traced.fusing import Function, NotFused, compiler_at_hand, fused
 from .traced.lowering import lowered
+from .traced.programs import Program
 from .traced.stages import TracedStages
-from .traced.traced import Traced
+from .traced.traced import Lowering, Traced
 from .traced.tracing import NotTraceable, Problem
 from .trees import Leaves
 
@@ -27,11 +29,12 @@ def traced_step(call: Call, nature: Nature) -> Traced | str:
     fuse = call.compiled != "python" and compiler_at_hand()
     if call.compiled == "inductor" and not fuse:
         return "there is no C++ compiler for Inductor"
+    lowering: Lowering = _Fusing(strict=call.compiled == "inductor") if fuse else lowered
 
     def work() -> Traced:
         states = States(call.sources, call.streams | nature.needed.changes)
         with recomputing(), states.undisturbed(), call.surroundings.own_cast_cache():
-            traced = Traced(_problem(call, nature), fused if fuse else lowered)
+            traced = Traced(_problem(call, nature), lowering)
             _compare(call, nature, traced, states)
             return traced
 
@@ -39,6 +42,36 @@ def traced_step(call: Call, nature: Nature) -> Traced | str:
         return by_itself(work, call.surroundings)
     except NotTraceable as error:
         return str(error)
+
+
+class _Fusing:
+    """Through Inductor, or operator by operator where it has no answer, unless that is refused.
+
+    Attributes:
+        reasons: why programs were not fused.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self.strict = strict
+        self.reasons: list[str] = []
+
+    def __call__(self, program: Program) -> Function:
+        try:
+            return fused(program)
+        except NotFused as reason:
+            if self.strict:
+                raise StepError(
+                    f"Inductor does not compile the step: {reason}; compile=True runs it operator by operator instead"
+                ) from None
+            self.reasons.append(str(reason))
+            return lowered(program)
+
+
+def remarks_on(traced: Traced) -> tuple[tuple[str, str], ...]:
+    """What is to be said of how a step's graph runs."""
+    told = [("step", "runs as a graph, traced once: gradients are the plain loop's up to rounding")]
+    reasons = dict.fromkeys(getattr(traced.lowering, "reasons", ()))
+    return (*told, *(("step", f"is in part not fused by Inductor: {reason}") for reason in reasons))
 
 
 def _problem(call: Call, nature: Nature) -> Problem:

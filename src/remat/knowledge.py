@@ -20,7 +20,7 @@ from .calls import Call, Nature
 from .captures import reached_leaves
 from .casts import cast_among
 from .chains import Chain
-from .compiling import traced_step
+from .compiling import remarks_on, traced_step
 from .errors import InfeasibleBudget, StepError
 from .kept import left_alone
 from .loops import Loop, Outputs
@@ -110,6 +110,8 @@ def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature,
 def _planned(call: Call, nature: Nature, limit: int, planner: str) -> tuple[Nature, Plan]:
     key, remarks = _trace(call, nature)
     chain = _chain(call, nature, limit, key)
+    if call.traced is not None:
+        remarks = remarks_on(call.traced)
     like = *key, remarks, call.length, chain.input_gradient_bytes, call.inputs.owned_bytes, limit, planner
     return nature, _plans.recall(like, lambda: replace(plan(chain, limit, planner), remarks=remarks))
 
@@ -145,7 +147,7 @@ def _trace(call: Call, nature: Nature) -> tuple[tuple[Hashable, ...], tuple[tupl
     found = _traced.recall(key, lambda: traced_step(call, nature))
     if isinstance(found, Traced):
         call.traced = found
-        return key, (("step", "runs as a graph, traced once: gradients are the plain loop's up to rounding"),)
+        return key, ()
     if isinstance(call.compiled, str):
         raise StepError(f"the step cannot run as a graph (compile={call.compiled!r}): {found}")
     return (call.key(), nature), (("step", f"runs as it is, not as a graph: {found}"),)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
 
-from .graphs import is_random, name_of, value_of
-from .lowering import lowered
-from .programs import Program
+from .graphs import aten, is_random, name_of, placeholder, value_of
+from .lowering import drawn_in_place, lowered
+from .programs import Program, remove_dead_but_writes
+
+Function = Callable[..., Sequence[torch.Tensor]]
 
 
 @cache
@@ -21,50 +23,123 @@ def compiler_at_hand() -> bool:
     return any(map(shutil.which, ("g++", "clang++")))
 
 
-def fused(program: Program) -> Callable[..., Sequence[torch.Tensor]]:
-    """The program as a function of its placeholders, in their order; `lowered`, where Inductor has no answer.
+class NotFused(Exception):
+    """Inductor makes nothing of a program; the message says why, as the end of a sentence."""
 
-    Draws of random numbers stay with PyTorch's own operators, so that streams are those of the plain loop.
+
+def fused(program: Program) -> Function:
+    """The program as a function of its placeholders, in their order.
+
+    Random numbers are drawn by PyTorch's own operators, in their order and before anything else, so that streams are
+    those of the plain loop.
+
+    Raises:
+        NotFused: Inductor has no answer.
     """
-    nodes = list(program.graph.nodes)
-    values = [value_of(node) for node in nodes if node.op == "placeholder"]
-    dtypes = {value.dtype for value in values}
-    if any(map(is_random, nodes)) or any(dtype.is_complex for dtype in dtypes) or not _computes(nodes):
-        return lowered(program)
+    graph, draws = _without_draws(program.graph)
+    nodes = list(graph.nodes)
+    if sum(node.op == "call_function" for node in nodes) <= 1:
+        return lowered(program)  # one operator by itself is as fast as it gets
+    if any(value_of(node).dtype.is_complex for node in nodes if node.op == "placeholder"):
+        raise NotFused("it computes with complex numbers")
     try:
-        return _through_inductor(program)
-    except Exception:  # whatever a compiler may stumble over: the other way is there
-        return lowered(program)
+        run = _through_inductor(graph, len(draws), program)
+    except Exception as error:  # whatever a compiler may stumble over
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise NotFused(f"{type(error).__name__}: {first}") from None
+    if not draws:
+        return run
+    drawn = lowered(Program(_alone(draws)))
+    return lambda *inputs: run(*inputs, *drawn())
 
 
-def _computes(nodes: Sequence[fx.Node]) -> bool:
-    return sum(node.op == "call_function" for node in nodes) > 1
+# ---- random numbers
 
 
-def _through_inductor(program: Program) -> Callable[..., Sequence[torch.Tensor]]:
+def _without_draws(graph: fx.Graph) -> tuple[fx.Graph, list[fx.Node]]:
+    """The graph with placeholders, behind the others, for the random numbers it draws; and the nodes that draw them."""
+    copy, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    draws = [node for node in graph.nodes if is_random(node)]
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            known[node] = copy.node_copy(node)
+    for number, node in enumerate(draws):
+        if not _by_shape_alone(node):
+            raise NotFused(f"what {node.target} draws depends on values")
+        known[node] = placeholder(copy, f"drawn_{number}", value_of(node))
+    copy.output(copy.graph_copy(graph, known))
+    remove_dead_but_writes(copy)
+    return copy, draws
+
+
+def _by_shape_alone(node: fx.Node) -> bool:
+    """Whether of the tensors that a draw is given only shape and layout matter."""
+    name = name_of(node).split(".")[1]
+    return isinstance(value_of(node), torch.Tensor) and (
+        not node.all_input_nodes or drawn_in_place(node) is not None or name in ("rand_like", "randn_like")
+    )
+
+
+def _alone(draws: Sequence[fx.Node]) -> fx.Graph:
+    """The draws by themselves, from memory laid out as the step's."""
+    graph = fx.Graph()
+
+    def blank(node: fx.Node) -> fx.Node:
+        like = value_of(node)
+        settings = {"dtype": like.dtype, "device": like.device}
+        made = graph.call_function(aten.empty_strided.default, (list(like.shape), list(like.stride())), settings)
+        made.meta["val"] = like
+        return made
+
+    graph.output(tuple(graph.node_copy(node, blank) for node in draws))
+    return graph
+
+
+# ---- the compiler
+
+
+def _through_inductor(graph: fx.Graph, drawn: int, program: Program) -> Function:
     import torch._inductor.config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    graph, slots = _without_slots(program.graph)
+    graph, slots = _without_slots(graph)
     examples = [value_of(node) for node in graph.nodes if node.op == "placeholder"]
     mode = examples[0].fake_mode
     with mode, torch.no_grad():
         # One tensor a placeholder: two that are the same would be taken for one.
         values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in examples]
         module = make_fx(fx.GraphModule({}, graph), decomposition_table=select_decomp_table())(*values)
-        with torch._inductor.config.patch(layout_optimization=False):
+        # Layouts are looked at here, where they can be put right.
+        with torch._inductor.config.patch(layout_optimization=False, size_asserts=False):
             compiled: Any = compile_fx_inner(module, values)
-    strides = [value.stride() for value in values]
-    places = [(sum(s is None for s in slots[:k]), slot) for k, slot in enumerate(slots)]
+    # What is around the code costs as much as a small kernel.
+    call = getattr(compiled, "current_callable", None) or compiled
+    keys = [*program.threaded, *program.columns, *program.bound, *[("drawn", k) for k in range(drawn)]]
+    return _caller(call, [value.stride() for value in values], [key[0] in _OURS for key in keys], slots)
 
-    def run(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        # What a kernel really returns may be laid out otherwise than it says.
-        laid_out = [x if x.stride() == want else _like(x, want) for x, want in zip(inputs, strides, strict=True)]
-        found = compiled(laid_out)
-        return [found[place] if slot is None else inputs[slot] for place, slot in places]
 
+_OURS: Final = ("saved", "slot", "next", "drawn", "tangent")  # laid out by ourselves, as programs say
+
+
+def _caller(
+    call: Any, strides: Sequence[tuple[int, ...]], sure: Sequence[bool], slots: Sequence[int | None]
+) -> Function:
+    """Calls the compiled code with inputs laid out as it wants them: results may be laid out otherwise than it says."""
+    names = [f"v{number}" for number in range(len(strides))]
+    checks = [
+        f"if {name}.stride() != {stride}: {name} = like({name}, {stride})"
+        for name, stride, known in zip(names, strides, sure, strict=True)
+        if not known
+    ]
+    places = iter(range(len(slots)))
+    results = [f"found[{next(places)}]" if slot is None else names[slot] for slot in slots]
+    lines = [*checks, f"found = call([{', '.join(names)}])", f"return ({', '.join([*results, ''])})"]
+    body = "\n    ".join(lines)
+    scope = {"call": call, "like": _like}
+    exec(compile(f"def run({', '.join(names)}):\n    {body}\n", "<remat fused>", "exec"), scope)
+    run: Function = scope["run"]
     return run
 
 

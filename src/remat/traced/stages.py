@@ -52,8 +52,9 @@ class TracedStages:
     def run(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:  # noqa: ARG002
         """One step."""
         step = self._advance[first]
+        columns = step.columns_of(carry, inputs)
         with torch._C._DisableAutocast():  # see `_as_traced`
-            found = step.run(*[carry[k] for k in step.threaded], *[inputs[k] for k in step.columns], *step.bound)
+            found = step.run(*[carry[k] for k in step.threaded], *columns, *step.bound)
         return step.ready.after(found, carry), step.ready.outputs(found) if first else []
 
     def columns(self, leaf: int, steps: range) -> list[torch.Tensor]:
@@ -76,8 +77,21 @@ class _Step:
     def __init__(self, ready: Ready, shared: Sequence[torch.Tensor]) -> None:
         self.ready, self.run = ready, ready.function
         self.threaded = [number for _, number in ready.program.threaded]
-        self.columns = [number for _, number in ready.program.columns]
         self.bound = [shared[number] for _, number in ready.program.bound]
+        holders = [node for node in ready.program.graph.nodes if node.op == "placeholder"]
+        values = map(value_of, holders[len(self.threaded) :])
+        self._columns = [(*key, value) for key, value in zip(ready.program.columns, values, strict=False)]
+
+    def columns_of(self, carry: Leaves, inputs: Leaves) -> list[torch.Tensor]:
+        """What a step has of its own where no tape is kept: a recording program writes into passing memory."""
+        return [
+            inputs[number]
+            if kind == "input"
+            else carry[number]
+            if kind == "carry"
+            else torch.empty(value.shape, dtype=value.dtype, device=value.device)
+            for kind, number, value in self._columns
+        ]
 
 
 @dataclass(slots=True)

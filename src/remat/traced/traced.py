@@ -139,7 +139,7 @@ class Traced:
 
     def __init__(self, problem: Problem, lowering: Lowering = lowered) -> None:
         self.joint: Joint = trace(problem)
-        self.lowering = lowering
+        self.lowering, self._fuses = lowering, lowering is not lowered
         self.parts = Parts(self.joint)
         self.hoisted = hoisted_nodes(self.parts)
         self.externals = list(self.joint.externals.values())
@@ -153,12 +153,14 @@ class Traced:
     def menu(self) -> list[Menu]:
         """The ways to keep its tape."""
         found = entries(self.parts)
-        if self.lowering is not lowered:
+        if self._fuses:
             found = found[-1:]  # fused, what is left out costs next to nothing to compute again
         return [Menu(self, entry) for entry in found]
 
     def _has_light_outputs(self) -> bool:
-        """Whether outputs cost so little beside the carry that replays may as well compute them."""
+        """Whether replays compute outputs too: they cost little beside the carry, or would change how it is fused."""
+        if self._fuses:
+            return True
         after, outputs = (
             ancestors([node for node in nodes if isinstance(node, torch.fx.Node)], stop=self.parts.invariant)
             for nodes in (self.joint.after, self.joint.outputs)
@@ -181,7 +183,13 @@ class Traced:
         return list(self._shared(*(tensor.detach() for tensor in externals), *self._constants))
 
     def advance(self, *, outputs: bool) -> Ready:
-        """A step without a tape."""
+        """A step without a tape.
+
+        What is fused with what decides about last bits, so a fused step is advanced by the program that records it:
+        replays meet the very carries that were stored, and a neuron at its threshold does what it did before.
+        """
+        if self._fuses:
+            return self.menu[0].record(outputs=outputs)
         outputs = outputs or self.light_outputs
         if outputs not in self._advances:
             self._advances[outputs] = self.forward(None, outputs=outputs)

@@ -301,7 +301,8 @@ def kept(table: list[list[str]], results: dict[str, Any], *, show: bool) -> None
     """The results so far."""
     publish("loops", "Loops inside a budget, compiled and not", COLUMNS, table, NOTES, show=show)
     RESULTS.joinpath("loops.json").write_text(json.dumps({"where": where(), "results": results}, indent=1))
-    draw(results)
+    if results:
+        draw(results)
 
 
 def main() -> None:

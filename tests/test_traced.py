@@ -9,10 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import remat
 from plain import LOSSES, Observation, Program, leaves_of, observe, plain_scan, same
+from remat.traced import fusing
+from remat.traced.lowering import lowered
+from remat.traced.traced import Traced
+from remat.traced.tracing import Problem
+from remat.trees import Structure
 from steps import PROGRAMS
 
 # Of every kind of step one or two: each is traced and measured once.
@@ -197,10 +203,60 @@ def test_gradients_of_two_parameters_never_share_memory() -> None:
     assert torch.equal(first, kept)
 
 
-def test_inductor_writes_into_the_same_slots() -> None:
-    """One small step through the compiler: results, gradients, and bytes."""
-    make = PROGRAMS["elman"]
-    expected = observe(plain_scan, make())
-    made = remat.plan_scan(make().step, make().carry, make().xs, budget="1GiB", compile="inductor")
-    for budget in (made.peak_bytes, made.peak_bytes * 3 // 4):
-        assert_close(observe(partial(remat.scan, budget=budget, compile="inductor"), make()), expected)
+def test_inductor_writes_into_the_same_slots_and_leaves_draws_to_pytorch() -> None:
+    """One small step with dropout through the compiler: results, gradients, random stream, budget."""
+    cell, xs, h = nn.RNNCell(4, 8), torch.randn(24, 2, 4), torch.zeros(2, 8)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.dropout(cell(x, h), 0.25)
+        return h, h
+
+    def trained(scan: Any, **more: Any) -> list[Tensor]:
+        torch.manual_seed(5)
+        _, ys = scan(step, h, xs, **more)
+        gradients = torch.autograd.grad(ys.square().sum(), list(cell.parameters()))
+        return [ys.detach(), *gradients, torch.get_rng_state()]
+
+    expected = trained(plain_scan)
+    made = remat.plan_scan(step, h, xs, budget="1GiB", compile="inductor")
+    assert "not fused" not in made.explain()
+    with pytest.raises(remat.InfeasibleBudget) as refusal:
+        remat.plan_scan(step, h, xs, budget=1, compile="inductor")
+    for budget in (made.peak_bytes, refusal.value.smallest_budget_bytes):
+        got = trained(remat.scan, budget=budget, compile="inductor")
+        assert torch.equal(got.pop(), expected[-1])
+        for mine, theirs in zip(got, expected, strict=False):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_a_fused_step_advances_by_the_program_that_records_it() -> None:
+    """Whatever is fused with what, and so rounded how: a replay meets the carries that were stored."""
+    cell, h = nn.RNNCell(4, 8), torch.zeros(2, 8)
+    parameters = list(cell.parameters())
+    carry, x = Structure(h), torch.randn(2, 4)
+    problem = Problem(
+        lambda h, x: ((h := cell(x, h)), h), carry, [h], Structure(x), [x], (True,), parameters, parameters
+    )
+    step = Traced(problem, lambda program: lowered(program))
+    runs = {id(step.advance(outputs=first)) for first in (True, False)}
+    assert runs == {id(menu.record(outputs=first)) for menu in step.menu for first in (True, False)}
+    assert len(runs) == 1
+
+
+def test_what_inductor_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such register")
+
+    monkeypatch.setattr(fusing, "_through_inductor", broken)
+    cell, xs, h = nn.RNNCell(4, 4), torch.randn(6, 2, 4), torch.zeros(2, 4)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        return cell(x, h), None
+
+    with pytest.raises(remat.StepError, match=r"no such register; compile=True"):
+        remat.scan(step, h, xs, budget="1MiB", compile="inductor")
+    explained = remat.plan_scan(step, h, xs, budget="1MiB", compile=True).explain()
+    assert "not fused by Inductor: RuntimeError: no such register" in explained
+    program = PROGRAMS["complex-diagonal"]()
+    with pytest.raises(remat.StepError, match="complex numbers"):
+        plan_of(program, "1GiB", "inductor")

@@ -13,6 +13,10 @@ from .traced import Menu
 
 _ROWS: Final = 256  # of a product are enough for it to run at full speed
 _STEPS: Final = 32  # at most, between two products
+# Kernels for small matrices add one row after the other, which rounds more often than adding a product a step does;
+# those for large ones add up in blocks. So small products are taken of few rows at a time.
+_SMALL: Final = 1 << 13  # bytes of a matrix
+_FEW: Final = 12  # rows
 
 
 def steps_together(menu: Menu) -> int:
@@ -79,12 +83,22 @@ Weight = Callable[[Any], torch.Tensor]
 
 def _product(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
     left, right = (block(operand).reshape(-1, operand.shape[1]) for operand in term.operands)
-    total.addmm_(left.t(), right)
+    if total.nbytes > _SMALL:
+        total.addmm_(left.t(), right)
+        return
+    rows = max(_FEW, term.operands[0].shape[0])
+    for some, others in zip(left.split(rows), right.split(rows), strict=True):
+        total.add_(some.t() @ others)
 
 
 def _products(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
     left, right = (block(operand).flatten(1, 2) for operand in term.operands)
-    total.baddbmm_(left.transpose(1, 2), right)
+    if total[0].nbytes > _SMALL:
+        total.baddbmm_(left.transpose(1, 2), right)
+        return
+    rows = max(_FEW, term.operands[0].shape[1])
+    for some, others in zip(left.split(rows, 1), right.split(rows, 1), strict=True):
+        total.add_(some.transpose(1, 2) @ others)
 
 
 def _sum(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:

@@ -116,10 +116,6 @@ def test_no_strategy_beats_it(name: str) -> None:
     assert all(torch.equal(got[k], expected[k]) for k in expected)
 
 
-# Where it is slower: the optimum puts a product of the backward off, or runs half a normalisation again.
-KNOWN_GAPS = {"dropout": 1.11, "norms": 1.09}
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_the_planner_comes_within_three_percent(name: str) -> None:
     graph = captured(name).graph
@@ -129,4 +125,5 @@ def test_the_planner_comes_within_three_percent(name: str) -> None:
         planned = planner.plan(budget)
         found = optimum(graph, budget - reserve_bytes(budget), gradients_exist=True)
         assert planned.peak_bytes <= budget
-        assert planned.seconds <= found.seconds * KNOWN_GAPS.get(name, 1.03)
+        assert planned.seconds <= found.seconds * 1.03
+        assert liveness(graph, found.program, gradients_exist=True).peak_bytes <= budget

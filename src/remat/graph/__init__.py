@@ -9,6 +9,7 @@ inplace_ops the operators that can, and how they are called
 cuts        the forward as positions, and where little crosses                                   (no torch)
 replay      what is kept, as a program                                                           (no torch)
 strategies/ Chen's: drop-cheap, √n, algorithm 3, the recursion                                   (no torch)
+reduced     the graph without what is free                                                       (no torch)
 optimum     the true optimum of a small graph, a mixed-integer program: the yardstick            (no torch)
 reuse       Chen's sharing of whole buffers, its baseline                                        (no torch)
 pictures    the arena, time × address
@@ -17,6 +18,7 @@ op_costs    seconds and workspace of each operator, measured once per signature
 segments    the forward as a chain, cut where little is alive                                    (no torch)
 menus       what a segment may keep for its backward                                             (no torch)
 programs    from a chain's schedule to an order of executions                                    (no torch)
+refinement  an order made faster within its budget, by single nodes and exact bytes              (no torch)
 planning    the fastest order found within a budget                                              (no torch)
 dropout     dropout to eager's bits, its mask in bytes
 emission    an order as two FX graphs

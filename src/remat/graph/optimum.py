@@ -11,8 +11,7 @@ times as long.) Of stage t
     D[t, a]     storage a is made a second time while it is alive, and that second one freed at once
     U[t, k]     bytes alive before node k would run in it
 
-Views cost nothing and are left out: who reads a view reads its storages. The turn from forward to backward is a node
-too: it needs the outputs and allocates the tangents. What draws under a state that would have to be kept runs once.
+Nodes are the units of `reduced`. What draws under a state that would have to be kept runs once.
 Every variable but U is 0 or 1, so n nodes take some n² variables: this is for graphs of some thirty nodes that take
 time.
 """
@@ -26,10 +25,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import InfeasibleBudget, RematError
-from .cuts import Forward
-from .graphs import Graph, Kind, Program
-from .liveness import without_dead
-from .replay import replayed
+from .graphs import Graph, Program
+from .reduced import Reduced
 
 _GAP: Final = 1e-4  # of the time: closer than this an optimum need not be known
 
@@ -94,22 +91,16 @@ def least_bytes(graph: Graph, *, gradients_exist: bool = False, limit_s: float |
 
 @dataclass(frozen=True)
 class _Problem:
-    """Nodes that take time or memory, in order; `turn` is among them.
+    """The units of a graph, and what the formulation asks of them.
 
     Attributes:
-        nodes: their numbers in the graph; -1 is the turn.
-        needs: the storages that each reads, external ones left out.
-        fresh: the storages that each allocates.
+        reduced: the units; places are theirs.
         seconds, workspace: what each takes.
         repeatable: whether it may run again.
-        size: bytes of each storage.
-        pinned_from: for storages that stay to the end, the node after which.
+        pinned_from: for storages that stay to the end, the unit after which.
     """
 
-    graph: Graph
-    nodes: tuple[int, ...]
-    needs: tuple[frozenset[int], ...]
-    fresh: tuple[tuple[int, ...], ...]
+    reduced: Reduced
     seconds: tuple[float, ...]
     workspace: tuple[int, ...]
     repeatable: tuple[bool, ...]
@@ -119,44 +110,31 @@ class _Problem:
     def of(cls, graph: Graph, gradients_exist: bool) -> _Problem:
         if any(node.writes for node in graph.nodes):
             raise RematError("the optimum is known for graphs without changes in place only")
-        forward = Forward.of(graph)
-        plain = without_dead(graph, replayed(forward, forward.born))
-        order = [k for k in plain.order if graph.nodes[k].kind is not Kind.VIEW]
-        turn = sum(graph.nodes[k].kind is not Kind.VIEW for k in plain.order[: plain.forward_steps])
-        order.insert(turn, -1)
-        own = {s for k in (*order, *graph.tangents) if k >= 0 for s in graph.nodes[k].storages}
-        own = {s for s in own if not graph.storages[s].external}
-        outputs = frozenset(s for k in graph.outputs for s in graph.nodes[k].storages) & own
-        tangents = tuple(s for k in graph.tangents for s in graph.nodes[k].storages)
-        pinned = dict.fromkeys(outputs, turn)
+        reduced = Reduced.of(graph)
+        pinned = dict.fromkeys(reduced.outputs, reduced.turn)
         for gradient, mine in graph.final_gradients.items():
             if not (mine and gradients_exist):
-                ran = plain.order[: plain.order.index(gradient) + 1]
-                made = max(turn, *(place for place, k in enumerate(order) if k in ran))
-                pinned.update({s: pinned.get(s, made) for s in graph.nodes[gradient].storages if s in own})
-        real = [graph.nodes[k] for k in order]  # the turn's place holds the last node, and is not looked at
+                own = [s for s in graph.nodes[gradient].storages if s in reduced.producer]
+                pinned.update({s: pinned.get(s, max(reduced.turn, reduced.producer[s])) for s in own})
+        nodes = [None if k < 0 else graph.nodes[k] for k in reduced.nodes]
         return cls(
-            graph,
-            tuple(order),
-            tuple(
-                outputs if k < 0 else frozenset(s for i in node.inputs for s in graph.nodes[i].storages) & own
-                for k, node in zip(order, real, strict=True)
-            ),
-            tuple(tangents if k < 0 else node.fresh for k, node in zip(order, real, strict=True)),
-            tuple(0.0 if k < 0 else node.seconds for k, node in zip(order, real, strict=True)),
-            tuple(0 if k < 0 else node.workspace_bytes for k, node in zip(order, real, strict=True)),
-            tuple(
-                k >= 0 and node.kind.repeatable and not node.state_bytes for k, node in zip(order, real, strict=True)
-            ),
+            reduced,
+            tuple(0.0 if node is None else node.seconds for node in nodes),
+            tuple(0 if node is None else node.workspace_bytes for node in nodes),
+            tuple(node is not None and node.kind.repeatable and not node.state_bytes for node in nodes),
             pinned,
         )
 
-    def bytes_of(self, storage: int) -> int:
-        return self.graph.storages[storage].bytes
+    @property
+    def needs(self) -> tuple[frozenset[int], ...]:
+        return self.reduced.needs
 
     @property
-    def producer(self) -> dict[int, int]:
-        return {s: k for k, storages in enumerate(self.fresh) for s in storages}
+    def fresh(self) -> tuple[tuple[int, ...], ...]:
+        return self.reduced.fresh
+
+    def bytes_of(self, storage: int) -> int:
+        return self.reduced.graph.storages[storage].bytes
 
 
 # ---- the mixed-integer program
@@ -167,8 +145,8 @@ class _Model:
 
     def __init__(self, problem: _Problem) -> None:
         self.problem = problem
-        self.count = len(problem.nodes)
-        self.producer = problem.producer
+        self.count = len(problem.seconds)
+        self.producer = problem.reduced.producer
         self.users: dict[int, list[int]] = {s: [] for s in self.producer}
         for k, needs in enumerate(problem.needs):
             for s in needs:
@@ -307,43 +285,5 @@ class _Model:
 
 
 def _program(problem: _Problem, model: _Model, values: np.ndarray) -> Program:
-    """Executions stage by stage, each followed by its projections and with the views that it reads before it."""
-    graph = problem.graph
-    order: list[int] = []
-    forward_steps = 0
-    for t, k in model._runs():
-        if values[model.names["R", t, k]] < 0.5:
-            continue
-        node = problem.nodes[k]
-        if node < 0:
-            order += _views(graph, graph.outputs)
-            forward_steps = len(order)
-            continue
-        order += _views(graph, graph.nodes[node].inputs)
-        order.append(node)
-        for user in graph.users[node]:
-            if graph.nodes[user].projection and not _alive(model, values, t, graph.nodes[user].storages):
-                order.append(user)
-    tail = [g for g in graph.final_gradients if graph.nodes[g].kind is Kind.VIEW]
-    order += [k for g in tail for k in (*_views(graph, graph.nodes[g].inputs), g)]
-    return without_dead(graph, Program(tuple(order), forward_steps))
-
-
-def _alive(model: _Model, values: np.ndarray, t: int, storages: tuple[int, ...]) -> bool:
-    """Whether storages are alive from before the stage, so that a second copy is of no use."""
-    saved = [model.names.get(("S", t, s)) for s in storages]
-    return bool(saved) and all(number is not None and values[number] > 0.5 for number in saved)
-
-
-def _views(graph: Graph, targets: tuple[int, ...]) -> list[int]:
-    """The views that have to be made for some values, in order; what is taken out of a result follows that."""
-    found: set[int] = set()
-    todo = list(targets)
-    while todo:
-        k = todo.pop()
-        node = graph.nodes[k]
-        taken_out = node.projection and graph.nodes[node.inputs[0]].kind is not Kind.VIEW
-        if node.kind is Kind.VIEW and not taken_out and k not in found:
-            found.add(k)
-            todo += node.inputs
-    return sorted(found)
+    """Executions stage by stage."""
+    return problem.reduced.program([k for t, k in model._runs() if values[model.names["R", t, k]] > 0.5])

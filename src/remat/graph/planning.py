@@ -19,12 +19,14 @@ from .inplace import planned
 from .liveness import without_dead
 from .menus import Menu, menu, piece
 from .programs import program
+from .refinement import Refiner
 from .segments import root_bytes, segment
 from .strategies import strategy
 
 _TRIALS: Final = 10
 WAITING_SHARE: Final = 1000  # gradients are handed out once they make up this part of the budget
 _RULES: Final = ("drop-cheap", "sqrt", "budgeted")  # of Chen's strategies
+_REFINED: Final = 2  # programs that the local search begins with
 _CLOSE: Final = 0.995  # of the budget used: no more is asked for
 
 
@@ -82,6 +84,7 @@ class Planner:
         self.menus, self.tapes = self._menus()
         self.chain = self._chain()
         self._known: dict[int, tuple[Program, int, float] | None] = {}
+        self._refined: list[tuple[Program, int, float]] = []
         self._least_asked = 1  # the chain makes nothing of less
 
     def _judged(self, made: Program) -> tuple[Program, int, float]:
@@ -141,16 +144,32 @@ class Planner:
         if found is None:
             smallest = self._smallest_peak_bytes
             found = self._best(room)
+        if found is not None:
+            self._refine(room)
+            found = self._best(room)
         if found is None:
             parts = {"outputs and gradients": self._fixed_bytes}
             parts["values alive at once"] = smallest - parts["outputs and gradients"]
             raise InfeasibleBudget(budget_bytes, _with_reserve(smallest), parts)
         return self._result(budget_bytes, found)
 
+    def _fitting(self, room: int) -> list[tuple[Program, int, float]]:
+        """What fits, the fastest first."""
+        candidates = (*self._by_rule, *self._refined, *(found for found in self._known.values() if found is not None))
+        return sorted((found for found in candidates if found[1] <= room), key=lambda found: (found[2], found[1]))
+
     def _best(self, room: int) -> tuple[Program, int, float] | None:
-        candidates = (*self._by_rule, *(found for found in self._known.values() if found is not None))
-        fitting = [found for found in candidates if found[1] <= room]
-        return min(fitting, key=lambda found: (found[2], found[1]), default=None)
+        return next(iter(self._fitting(room)), None)
+
+    @cached_property
+    def _refiner(self) -> Refiner:
+        return Refiner(self.graph, gradients_exist=self.gradients_exist, candidates=self.candidates)
+
+    def _refine(self, room: int) -> None:
+        """Make the fastest programs faster, by single nodes and exact bytes."""
+        begins = {found[0]: None for found in self._fitting(room)}
+        for begin in list(begins)[:_REFINED]:
+            self._refined.append(self._judged(self._refiner.refined(begin, room)))
 
     def _result(self, budget_bytes: int, found: tuple[Program, int, float]) -> GraphPlan:
         made, peak_bytes, seconds = found

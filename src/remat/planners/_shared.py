@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..chains import INTERNAL_STATE, Chain
-from ..schedules import Action, Schedule
+from ..schedules import Action, Record, Schedule
 from . import constant, keep_all, room
 from .room import Room
 
@@ -28,23 +28,22 @@ def plan_repeated(
     rooms = [Room.of(chain, entry, planner=planner) for entry in range(len(chain.runs[0][0].menu))]
     # The paper's m leaves the adjoint and the state being worked on uncounted; it does not let them be used otherwise.
     may_keep_all = may_keep_all and rooms[0].tape.name != INTERNAL_STATE
-    whole = keep_all.fitting(chain, budget_bytes) if may_keep_all else None
-    plans: list[tuple[float, Callable[[], Iterator[Action]]]] = []
+    options: list[tuple[float, Callable[[], Iterator[Action]]]] = []  # of the fastest the first is taken
+    if may_keep_all and (whole := keep_all.fitting(chain, budget_bytes)) is not None:
+        options.append((rooms[_entry(whole)].seconds(chain.length), whole.__iter__))
     for each in rooms:
         if each.keep(budget_bytes) >= 0:
             runs, actions = strategy(each, each.keep(budget_bytes))
-            plans.append((each.seconds(runs), actions))
-    if not plans:
-        found = whole or constant.fitting(chain, budget_bytes)
-        if found is None:
-            least = [room.smallest(chain)] + [keep_all.smallest(chain)] * may_keep_all
-            raise min(least, key=lambda need: need.peak_bytes).refusal(budget_bytes)
-        return Schedule(chain.length, planner, found.__iter__)
-    seconds, actions = min(plans, key=lambda option: option[0])
-    if whole is not None and _whole_seconds(chain, whole) <= seconds:
-        return Schedule(chain.length, planner, whole.__iter__)
-    return Schedule(chain.length, planner, actions)
+            options.append((each.seconds(runs), actions))
+    # Entries that leave no room to keep anything may still fit one by one, and be so much faster that it pays.
+    if (least := constant.fitting(chain, budget_bytes)) is not None:
+        options.append((rooms[_entry(least)].seconds(chain.length * (chain.length + 1) // 2), least.__iter__))
+    if not options:
+        needs = [room.smallest(chain)] + [keep_all.smallest(chain)] * may_keep_all
+        raise min(needs, key=lambda need: need.peak_bytes).refusal(budget_bytes)
+    return Schedule(chain.length, planner, min(options, key=lambda option: option[0])[1])
 
 
-def _whole_seconds(chain: Chain, whole: Schedule) -> float:
-    return keep_all.seconds(chain, next(iter(whole)).entry)  # type: ignore[union-attr]  # its first action records
+def _entry(schedule: Schedule) -> int:
+    """The menu entry of a schedule that records all stages alike."""
+    return next(action.entry for action in schedule if isinstance(action, Record))

@@ -87,7 +87,7 @@ def _product(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
         total.addmm_(left.t(), right)
         return
     rows = max(_FEW, term.operands[0].shape[0])
-    for some, others in zip(left.split(rows), right.split(rows), strict=True):
+    for some, others in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
         total.add_(some.t() @ others)
 
 
@@ -97,7 +97,7 @@ def _products(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
         total.baddbmm_(left.transpose(1, 2), right)
         return
     rows = max(_FEW, term.operands[0].shape[1])
-    for some, others in zip(left.split(rows, 1), right.split(rows, 1), strict=True):
+    for some, others in zip(torch.split(left, rows, 1), torch.split(right, rows, 1), strict=True):
         total.add_(some.transpose(1, 2) @ others)
 
 

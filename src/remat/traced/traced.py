@@ -146,7 +146,8 @@ class Traced:
         self._constants = list(self.joint.constants.values())
         self._shared = lowered(shared_program(self.joint, self.hoisted))
         self._advances: dict[bool, Ready] = {}
-        self.light_outputs = self._has_light_outputs()
+        self._fuses_forward = self._fuses and self._is_light([*self.joint.outputs, *self.menu[0].entry.saved])
+        self.light_outputs = self._fuses_forward or self._is_light(self.joint.outputs)
         self.needing = self.joint.needing[: len(self.joint.after)]
 
     @cached_property
@@ -157,15 +158,13 @@ class Traced:
             found = found[-1:]  # fused, what is left out costs next to nothing to compute again
         return [Menu(self, entry) for entry in found]
 
-    def _has_light_outputs(self) -> bool:
-        """Whether replays compute outputs too: they cost little beside the carry, or would change how it is fused."""
-        if self._fuses:
-            return True
-        after, outputs = (
+    def _is_light(self, values: Sequence[Any]) -> bool:
+        """Whether values cost so little beside the leaving carry that replays may as well compute them."""
+        after, found = (
             ancestors([node for node in nodes if isinstance(node, torch.fx.Node)], stop=self.parts.invariant)
-            for nodes in (self.joint.after, self.joint.outputs)
+            for nodes in (self.joint.after, values)
         )
-        return not any(name_of(node).split(".")[1:2] in _HEAVY for node in outputs - after)
+        return not any(name_of(node).split(".")[1:2] in _HEAVY for node in found - after)
 
     @property
     def shared_bytes(self) -> int:
@@ -186,9 +185,10 @@ class Traced:
         """A step without a tape.
 
         What is fused with what decides about last bits, so a fused step is advanced by the program that records it:
-        replays meet the very carries that were stored, and a neuron at its threshold does what it did before.
+        replays meet the very carries that were stored, and a neuron at its threshold does what it did before. Where a
+        step records much that advancing need not compute, such as a large read-out, neither is fused.
         """
-        if self._fuses:
+        if self._fuses_forward:
             return self.menu[0].record(outputs=outputs)
         outputs = outputs or self.light_outputs
         if outputs not in self._advances:
@@ -199,7 +199,7 @@ class Traced:
         """A step's forward program, lowered."""
         joint = self.joint
         program = forward_program(self.parts, self.hoisted, entry, outputs=outputs)
-        ready = Ready(program, self.lowering(program))
+        ready = Ready(program, (self.lowering if self._fuses_forward else lowered)(program))
         firsts = {id(node): place for place, node in reversed(list(enumerate(joint.after)))}
         for place, node in enumerate(joint.after):
             if isinstance(node, torch.fx.Node):

@@ -347,3 +347,13 @@ def test_room_for_the_optimizer_comes_off_the_budget() -> None:
     optimizer.state.clear()
     with pytest.raises(remat.InfeasibleBudget, match="optimizer state"):
         remat.fit(model, budget=2 * parameters, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("budget", [None, "auto"])
+def test_no_budget_takes_most_of_what_is_free(budget: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from remat import budgets
+
+    monkeypatch.setattr(budgets, "free_bytes", lambda _: 10 * 2**20)
+    model = remat.fit(Decoder(4), tokens(), budget=budget)
+    assert model.remat.budget_bytes == 9 * 2**20
+    assert model.remat.peak_bytes <= 9 * 2**20

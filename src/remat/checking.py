@@ -28,9 +28,7 @@ def command(
     ] = None,
     optimizer: Annotated[str | None, typer.Option(metavar="NAME", help="Of torch.optim: adamw, sgd.")] = None,
     really: Annotated[bool, typer.Option("--really", help="Make the model in memory, not on the device meta.")] = False,
-    json_file: Annotated[
-        str | None, option(options.output, "FILE", "Write the figures; '-' is stdout.", "--json")
-    ] = None,
+    json_file: options.JsonFile = None,
 ) -> int:
     """Whether a training step fits into a budget, what it is made of, and what other budgets would cost.
 

@@ -75,12 +75,9 @@ def _plan(
         Path | None,
         typer.Argument(metavar="[CHAIN.json]", help="Instead of sizes: a chain as remat profile writes it."),
     ] = None,
-    steps: Annotated[int | None, option(options.count, "N", "How often the step is applied.")] = None,
-    carry: Annotated[int | None, option(options.amount, "SIZE", "What goes from a step to the next.")] = None,
-    tape: Annotated[
-        int | None,
-        option(options.amount, "SIZE", "What autograd keeps of a step, the entering carry included."),
-    ] = None,
+    steps: options.Steps = None,
+    carry: options.Carry = None,
+    tape: options.TapeSize = None,
     budget: Annotated[int | None, option(options.size, "SIZE", "The memory that there is.")] = None,
     slots: Annotated[
         int | None,
@@ -92,18 +89,11 @@ def _plan(
     planner: Annotated[
         str, typer.Option(metavar="NAME", help=f"One of {', '.join(names())} (tight; auto for a file).")
     ] = "",
-    forward_ms: Annotated[float | None, option(options.milliseconds, "MS", "A step without a tape (1).")] = None,
-    record_ms: Annotated[
-        float | None, option(options.milliseconds, "MS", "A step with its tape kept (as forward).")
-    ] = None,
-    backward_ms: Annotated[float | None, option(options.milliseconds, "MS", "Its backward (twice forward).")] = None,
-    workspace: Annotated[
-        int | None,
-        option(options.amount, "SIZE", "Allocated and freed again within a step, and within its backward (0)."),
-    ] = None,
-    json_file: Annotated[
-        str | None, option(options.output, "FILE", "Write the figures; '-' is stdout.", "--json")
-    ] = None,
+    forward_ms: options.ForwardMs = None,
+    record_ms: options.RecordMs = None,
+    backward_ms: options.BackwardMs = None,
+    workspace: options.Workspace = None,
+    json_file: options.JsonFile = None,
     actions: Annotated[bool, typer.Option("--actions", help="With --json: write every action too.")] = False,
     picture: Annotated[str | None, option(options.picture, "FILE", "Draw memory over time (.png, .svg, .pdf).")] = None,
 ) -> None:
@@ -231,9 +221,7 @@ def _demo(
         float | None, option(options.budget, "SIZE", "Bytes, or a percentage of what plain takes (5%).")
     ] = None,
     iterations: Annotated[int | None, option(options.count, "N", "At most so many (20).")] = None,
-    json_file: Annotated[
-        str | None, option(options.output, "FILE", "Write the figures; '-' is stdout.", "--json")
-    ] = None,
+    json_file: options.JsonFile = None,
     picture: Annotated[str | None, option(options.picture, "FILE", "Memory over time (demo.png).")] = None,
 ) -> None:
     """Train a character LSTM on real text twice side by side: plainly, and within a budget."""
@@ -265,21 +253,17 @@ def _demo(
 
 @app.command("curve")
 def _curve(
-    steps: Annotated[int | None, option(options.count, "N", "How often the step is applied.")] = None,
-    carry: Annotated[int | None, option(options.amount, "SIZE", "What goes from a step to the next.")] = None,
-    tape: Annotated[
-        int | None, option(options.amount, "SIZE", "What autograd keeps of a step, the entering carry included.")
-    ] = None,
+    steps: options.Steps = None,
+    carry: options.Carry = None,
+    tape: options.TapeSize = None,
     alpha: Annotated[
         int | None, option(options.count, "N", "Instead, in the papers' units: an internal state's cost.")
     ] = None,
-    forward_ms: Annotated[float | None, option(options.milliseconds, "MS", "A step without a tape (1).")] = None,
-    record_ms: Annotated[float | None, option(options.milliseconds, "MS", "With its tape kept (as forward).")] = None,
-    backward_ms: Annotated[float | None, option(options.milliseconds, "MS", "Its backward (twice forward).")] = None,
-    workspace: Annotated[int | None, option(options.amount, "SIZE", "Allocated and freed in passing (0).")] = None,
-    chain_file: Annotated[
-        Path | None, typer.Option("--chain", metavar="FILE", help="Instead, a chain as Chain.to_json writes it.")
-    ] = None,
+    forward_ms: options.ForwardMs = None,
+    record_ms: options.RecordMs = None,
+    backward_ms: options.BackwardMs = None,
+    workspace: options.Workspace = None,
+    chain_file: options.ChainFile = None,
     json_file: Annotated[
         str | None, option(options.output, "FILE", "Write the curve; '-' is stdout.", "--json")
     ] = None,

@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -82,6 +83,22 @@ def page(text: str) -> str:
 def option(parser: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
     """An option with a parser of these."""
     return typer.Option(*names, parser=parser, metavar=metavar, help=help)
+
+
+# Options of several commands: a chain of equal steps, and where figures and pictures go.
+Steps = Annotated[int | None, option(count, "N", "How often the step is applied.")]
+Carry = Annotated[int | None, option(amount, "SIZE", "What goes from a step to the next.")]
+TapeSize = Annotated[int | None, option(amount, "SIZE", "What autograd keeps of a step, the entering carry included.")]
+Workspace = Annotated[
+    int | None, option(amount, "SIZE", "Allocated and freed again within a step, and within its backward (0).")
+]
+ForwardMs = Annotated[float | None, option(milliseconds, "MS", "A step without a tape (1).")]
+RecordMs = Annotated[float | None, option(milliseconds, "MS", "A step with its tape kept (as forward).")]
+BackwardMs = Annotated[float | None, option(milliseconds, "MS", "Its backward (twice forward).")]
+JsonFile = Annotated[str | None, option(output, "FILE", "Write the figures; '-' is stdout.", "--json")]
+ChainFile = Annotated[
+    Path | None, typer.Option("--chain", metavar="FILE", help="Instead, a chain as Chain.to_json writes it.")
+]
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,22 +16,18 @@ from .tradeoff import tradeoff
 
 def report(
     out: Annotated[str, typer.Argument(parser=options.page, metavar="OUT.html", help="Where the page goes.")],
-    steps: Annotated[int | None, option(options.count, "N", "How often the step is applied.")] = None,
-    carry: Annotated[int | None, option(options.amount, "SIZE", "What goes from a step to the next.")] = None,
-    tape: Annotated[
-        int | None, option(options.amount, "SIZE", "What autograd keeps of a step, the entering carry included.")
-    ] = None,
+    steps: options.Steps = None,
+    carry: options.Carry = None,
+    tape: options.TapeSize = None,
     budget: Annotated[
         int | None, option(options.size, "SIZE", "The memory that there is (the knee of the trade-off).")
     ] = None,
     planner: Annotated[str, typer.Option(metavar="NAME", help=f"auto, or one of {', '.join(names())}.")] = "auto",
-    forward_ms: Annotated[float | None, option(options.milliseconds, "MS", "A step without a tape (1).")] = None,
-    record_ms: Annotated[float | None, option(options.milliseconds, "MS", "With its tape kept (as forward).")] = None,
-    backward_ms: Annotated[float | None, option(options.milliseconds, "MS", "Its backward (twice forward).")] = None,
-    workspace: Annotated[int | None, option(options.amount, "SIZE", "Allocated and freed in passing (0).")] = None,
-    chain_file: Annotated[
-        Path | None, typer.Option("--chain", metavar="FILE", help="Instead, a chain as Chain.to_json writes it.")
-    ] = None,
+    forward_ms: options.ForwardMs = None,
+    record_ms: options.RecordMs = None,
+    backward_ms: options.BackwardMs = None,
+    workspace: options.Workspace = None,
+    chain_file: options.ChainFile = None,
 ) -> None:
     """A page to explore a plan in a browser: one file, which needs no network.
 

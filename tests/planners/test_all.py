@@ -100,8 +100,8 @@ def test_tight_is_never_slower_than_the_papers(chain: Chain, data: st.DataObject
 def test_an_entry_that_leaves_no_room_is_taken_one_by_one_where_that_is_faster() -> None:
     slow = Tape(0, forward_s=0.5, backward_s=1.5, workspace_bytes=20)
     fast = Tape(3, forward_s=0.5, backward_s=0.5, backward_workspace_bytes=3)
-    chain = Chain.repeat(Stage(0, (slow, fast), forward_s=0.5, gradient_bytes=2), 3)
-    budget = 10  # all of them as slow, or one as fast beside the gradients of two
+    chain = Chain.repeat(Stage(0, (slow, fast), forward_s=0.5, gradient_bytes=2), 3, parameter_gradient_bytes=300)
+    budget = 310  # all of them as slow, or one as fast beside the gradients of two
     seconds = {name: judged(name, chain, budget).seconds for name in ("keep-all", "constant", "tight")}
     assert seconds == {"keep-all": 6.0, "constant": 4.5, "tight": 4.5}
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import remat
 from plain import assert_same, observe, same, seed_everything
-from remat import granularity
+from remat.blocks import granularity
 from remat.schedules import Record
 from stacks import STACKS, B, D, Residual, budget_at, chained, of, plain_chain, planned
 from steps import leaf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 import remat
 from plain import assert_same, observe, seed_everything
-from remat import granularity
-from remat.blocks import Block
+from remat.blocks import granularity
+from remat.blocks.block import Block
+from remat.blocks.calls import ChainCall
 from stacks import chained, of, plain_chain, planned
 from steps import leaf
 
@@ -90,13 +92,13 @@ def another_type(blocks: list[nn.Module]) -> Iterator[None]:
 def test_what_could_tell_is_not_opened(around: Callable[[Any], Any], unopened: int) -> None:
     blocks, x = example()
     with around(blocks):
-        call = remat.blockcalls.ChainCall(blocks, x, (), {})
+        call = ChainCall(blocks, x, (), {})
         assert len(granularity.opened(blocks, call)) == unopened + 6 * (COUNT - unopened)
 
 
 def test_what_takes_shared_arguments_is_not_opened() -> None:
     blocks, x = example()
-    assert granularity.opened(blocks, remat.blockcalls.ChainCall(blocks, x, (x,), {})) == blocks
+    assert granularity.opened(blocks, ChainCall(blocks, x, (x,), {})) == blocks
 
 
 @pytest.mark.parametrize("share", [0.8, 0.95])
@@ -129,3 +131,12 @@ def test_groups_are_of_neighbours_that_take_little_time() -> None:
     seconds = [1, 1, 0.9, 0.2, 5, 5, 0.1, 0.1, 0.1, 0.1, 0.1]
     assert granularity._groups(call, list(map(known, seconds))) == (3, 1, 1, 1, 1, 1, 1, 2)
     assert granularity._groups(call, [known(9)] * len(blocks)) == ()
+
+
+def test_a_refusal_keeps_no_block_alive() -> None:
+    blocks, x = example()
+    watch = weakref.ref(blocks[0])
+    with pytest.raises(remat.InfeasibleBudget):
+        remat.chain(blocks, x, budget=1)
+    del blocks
+    assert watch() is None, "by reference counting alone"

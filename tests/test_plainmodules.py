@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from remat.blocks import Block
-from remat.plainmodules import _walked, plain
+from remat.blocks.block import Block
+from remat.blocks.plain import _walked, plain
 
 
 class Bag(nn.Module):

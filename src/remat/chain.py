@@ -14,18 +14,18 @@ from typing import Any, Final
 import torch
 
 from .ambient import States, is_transformed, opaque, recomputing
-from .blockcalls import ChainCall, copied_stages, in_need
-from .blocks import Block
+from .blocks.block import Block
+from .blocks.calls import ChainCall, copied_stages, in_need
+from .blocks.granularity import keeps_all, settled
+from .blocks.survey import Known, MissedTensors, refuse_unseen, storage_bytes, untraced
 from .captures import unseen_leaves
 from .errors import LateChange, StepError
-from .granularity import keeps_all, settled
 from .interpreter import Interpreter
 from .plans import Plan
 from .ranges import AutogradRanges, Replays
 from .recorded import detached, hooks_set_aside, needs_gradient, places_of
 from .silence import silence
 from .sums import Captured
-from .survey import Known, MissedTensors, refuse_unseen, storage_bytes, untraced
 from .trees import Leaves, leaves_of
 
 _NODES: Final = 128  # of every tape kept by the forward are looked at for what the walk from the blocks had missed

@@ -19,9 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from .ambient import Source
-from .blockcalls import ChainCall
-from .blockcosts import Subject, measured
-from .blocks import Block, Blocks
+from .blocks.block import Block, Blocks
+from .blocks.calls import ChainCall
+from .blocks.costs import Subject, measured
+from .blocks.survey import Kind, Known, used_by
 from .calls import Call, Nature
 from .captures import reach
 from .chains import Chain
@@ -33,7 +34,6 @@ from .needs import Flags, Needed, flags_of, united
 from .recorded import can_need, copied, detached, needs_gradient
 from .selective import storages_of
 from .silence import silence
-from .survey import Kind, Known, used_by
 from .trees import Leaves, Structure, leaves_of
 
 _STREAM_BYTES: Final = 5056  # of PyTorch's on the CPU
@@ -216,7 +216,7 @@ class Fakes:
         return made
 
 
-class _Watched(Ledger):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+class _Watched(Ledger):  # type: ignore[no-untyped-call, unused-ignore]
     """A ledger that also writes down what is run on what: blocks of which that is equal cost the same.
 
     Blocks that differ in a number or a name only, as in their place in the model, are then looked at once.

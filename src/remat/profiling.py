@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.progress import Progress
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .blockcalls import ChainCall, in_need
-from .blocks import Block
+from .blocks.block import Block
+from .blocks.calls import ChainCall, in_need
+from .blocks.survey import MissedTensors as MissedByBlocks
+from .blocks.survey import untraced
 from .budgets import free_bytes
 from .calls import Call, MissedTensors
 from .chain import front_of
@@ -22,8 +24,6 @@ from .estimate import Rates
 from .inputs import Inputs
 from .knowledge import chain_of
 from .paper import chain_on_paper, step_on_paper
-from .survey import MissedTensors as MissedByBlocks
-from .survey import untraced
 from .trees import leaves_of
 
 _ABSENT: Final = object()

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from .ambient import Source
-from .captures import Reached, reach
-from .errors import StepError
-from .loops import described, fingerprint, kind_of
-from .mutable import mutable_sources, tensor_source, tensors_source
-from .plainmodules import Seen, plain
-from .trees import Leaves, Mismatch, Structure
+from ..ambient import Source
+from ..captures import Reached, reach
+from ..errors import StepError
+from ..loops import described, fingerprint, kind_of
+from ..mutable import mutable_sources, tensor_source, tensors_source
+from ..trees import Leaves, Mismatch, Structure
+from .plain import Seen, plain
 
 
 class Block:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from .captures import ATOMS, installed, methods_of, moving, named_globals
+from ..captures import ATOMS, installed, methods_of, moving, named_globals
 
 _PRIVATE: Final = frozenset(inspect.get_annotations(torch.nn.Module)) | {"training"}
 

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from .blockcalls import ChainCall, several_processes
-from .blocks import Block
-from .errors import InfeasibleBudget, StepError
-from .plans import Plan
-from .ranges import WHOLE
-from .schedules import Record
+from ..errors import InfeasibleBudget, StepError
+from ..plans import Plan
+from ..ranges import WHOLE
+from ..schedules import Record
+from .block import Block
+from .calls import ChainCall, several_processes
 from .survey import Kind, Known
 
 _BLOCK_S: Final = 0.3e-3  # what a block costs beside what its stage was measured to take: its node, its look-up
@@ -114,7 +114,7 @@ def _best(
         try:
             made = call.planned(known, budget, planner)
         except InfeasibleBudget as refusal:
-            refusals.append(refusal)
+            refusals.append(refusal.with_traceback(None))  # whose frames would keep the blocks in a circle
         else:
             ways.append((made.seconds + _BLOCK_S * call.length, cut, Settled(call, known, made)))
         return known
@@ -131,7 +131,9 @@ def _best(
                 cut = finest._replace(groups=groups)
                 attempt(cut, start(_blocks(functions, cut)))
     if not ways:
-        raise min(refusals, key=lambda refusal: refusal.smallest_budget_bytes)
+        refusals.sort(key=lambda refusal: refusal.smallest_budget_bytes)
+        del refusals[1:]
+        raise refusals.pop()
     _, cut, found = min(ways, key=lambda way: way[0])
     return cut, found
 

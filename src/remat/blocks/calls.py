@@ -10,18 +10,18 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from .ambient import Surroundings
-from .apart import by_itself
-from .blocks import Block, Blocks
-from .budgets import agreed_budget_bytes
-from .chains import Chain, Stage
-from .plans import Plan, plan
-from .profiler import OnDevice
-from .recorded import needs_gradient, places_of
-from .streams import random_sources
-from .sums import Captured
+from ..ambient import Surroundings
+from ..apart import by_itself
+from ..budgets import agreed_budget_bytes
+from ..chains import Chain, Stage
+from ..plans import Plan, plan
+from ..profiler import OnDevice
+from ..recorded import needs_gradient, places_of
+from ..streams import random_sources
+from ..sums import Captured
+from ..trees import Leaves, Structure
+from .block import Block, Blocks
 from .survey import Known, survey, used_by
-from .trees import Leaves, Structure
 
 _PLANS: Final = 256
 _SCALARS: Final = 8  # bytes: a node's token, the scalar that a range begins with

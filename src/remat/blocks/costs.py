@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 import torch
 
-from .ambient import Source, States, Surroundings
-from .chains import Stage, Tape
-from .interpreter import Interpreter
-from .profiler import Gauge, keeps_less, menu_of, no_collections
-from .ranges import SELECTIVE, WHOLE, AutogradRanges, Replays
-from .recorded import Boundary, bytes_of, copied, hooks_set_aside, needs_gradient
-from .schedules import Advance, Backward, Record
-from .stages import Stages
-from .sums import Captured
-from .trees import Leaves
+from ..ambient import Source, States, Surroundings
+from ..chains import Stage, Tape
+from ..interpreter import Interpreter
+from ..profiler import Gauge, keeps_less, menu_of, no_collections
+from ..ranges import SELECTIVE, WHOLE, AutogradRanges, Replays
+from ..recorded import Boundary, bytes_of, copied, hooks_set_aside, needs_gradient
+from ..schedules import Advance, Backward, Record
+from ..stages import Stages
+from ..sums import Captured
+from ..trees import Leaves
 
 
 class Subject(NamedTuple):

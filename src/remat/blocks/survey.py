@@ -13,18 +13,18 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from .ambient import Source, States, Surroundings, recomputing, refuse_kept
-from .blockcosts import Subject, as_they_were, measured
-from .blocks import Block, Blocks
-from .captures import unseen_leaves
-from .chains import Stage
-from .errors import KeptTensors, StepError
-from .mutable import note_moving, refuse_changes
-from .profiler import Gauge
-from .recorded import can_need, copied, detached, needs_gradient, sequence_number
-from .silence import silence
-from .streams import random_sources
-from .trees import Leaves, Structure
+from ..ambient import Source, States, Surroundings, recomputing, refuse_kept
+from ..captures import unseen_leaves
+from ..chains import Stage
+from ..errors import KeptTensors, StepError
+from ..mutable import note_moving, refuse_changes
+from ..profiler import Gauge
+from ..recorded import can_need, copied, detached, needs_gradient, sequence_number
+from ..silence import silence
+from ..streams import random_sources
+from ..trees import Leaves, Structure
+from .block import Block, Blocks
+from .costs import Subject, as_they_were, measured
 
 
 class MissedTensors(Exception):  # never reaches the user

@@ -353,7 +353,49 @@ def a_cell_sharded_by_itself_is_refused(rank: int, parts: list[str], reshard: bo
         assert all(p.grad is not None for p in net.parameters())
 
 
+class Statistics(torch.autograd.Function):
+    """The mean over the batches of all ranks, as synchronised batch norms take it; its backward communicates too."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        total = x.mean(0)
+        dist.all_reduce(total)
+        return total / RANKS
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return (total / RANKS).expand(BATCH, WIDTH) / BATCH
+
+
+def a_step_may_communicate(rank: int) -> None:
+    """Even where ranks meet other shapes, budgets and times: all look at the step together, and run the same steps."""
+    net = model(plain_scan)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = net.cell(x, h)
+        h = h - Statistics.apply(h[:BATCH])
+        return h, h.square().mean()
+
+    def run(loop: Loop, rows: int, **kwargs: Any) -> tuple[Tensor, ...]:
+        xs = batch(rank).repeat(1, rows, 1)
+        _, losses = loop(step, torch.zeros(BATCH * rows, WIDTH), xs, **kwargs)
+        return torch.autograd.grad(losses.sum(), list(net.cell.parameters()))
+
+    for rows in (1, 1 + rank, 2):  # in the second round, one rank has seen the shapes before, and the other has not
+        expected = run(plain_scan, rows)
+        assert same(run(remat.scan, rows, budget="1GiB"), expected)
+        with pytest.raises(remat.InfeasibleBudget) as refusal:
+            run(remat.scan, rows, budget=1 + rank)
+        budget = refusal.value.smallest_budget_bytes
+        assert agreed(budget)
+        assert same(run(remat.scan, rows, budget=budget + 1000 * rank), expected)
+        assert same(run(remat.scan, rows, budget="1GiB"), expected)
+
+
 FSDP_CHECKS: list[Check] = [
+    a_step_may_communicate,
     *(partial(the_whole_model_is_sharded, parts=[""], reshard=reshard) for reshard in (None, True, False)),
     partial(the_whole_model_is_sharded, parts=["encode", "decode", ""], reshard=True),
     gathered_and_reduced_as_often_as_plain,

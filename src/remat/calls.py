@@ -56,6 +56,7 @@ class Nature:
         moved_bytes: bytes of the carry but for tensors that stay where they are.
         unread: leaves of the carry in places that no gradient flows into at the first step, by number.
         casts: captured tensors of which autocast around the loop keeps a copy, by number.
+        groups: process groups in which it communicates, by name.
     """
 
     needed: Needed
@@ -68,6 +69,7 @@ class Nature:
     moved_bytes: int
     unread: frozenset[int] = frozenset()
     casts: frozenset[int] = frozenset()
+    groups: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> Sizes:
@@ -104,6 +106,7 @@ class Call:
         fixed: tensors that it can reach and must leave as they are.
         streams: the random streams among them, by number.
         places: where the step keeps tensors with gradients beside its carry; their contents are its last leaves.
+        codes: the code that the step runs.
         entry: the entry of the traced step's menu that entry 0 of a schedule means.
         compiled: whether the step should be traced and run as a graph, and how.
         traced: that graph, once there is one.
@@ -159,7 +162,8 @@ class Call:
         buffers = (value for value in reached.changeable if isinstance(value, torch.Tensor))
         self._buffers = [buffer for buffer in buffers if id(buffer) not in kept]
         self._fingerprints: list[Any] | None = [None] * self.length if check else None
-        self._code = (*reached.codes, *reached.settings)
+        self.codes = tuple(reached.codes)
+        self._code = (*self.codes, *reached.settings)
         self.reached = reached.tensors if compiled else []
         numpy = sys.modules.get("numpy")
         self.uses_arrays = numpy is not None and numpy.ndarray in reached.codes

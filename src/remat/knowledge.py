@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -13,23 +11,22 @@ from typing import Any, Final, TypeVar
 import msgspec
 import torch
 
-from .ambient import States, recomputing, refuse_kept
+from .ambient import States, recomputing
 from .apart import by_itself
 from .budgets import agreed_budget_bytes
 from .calls import Call, Nature
-from .captures import reached_leaves
-from .casts import cast_among
 from .chains import Chain
+from .collectives import agreed_chain, greatest
 from .compiling import remarks_on, traced_step
+from .discovery import Discovery, firsts, marked
 from .errors import InfeasibleBudget, StepError
 from .kept import left_alone
 from .loops import Loop, Outputs
-from .mutable import note_moving, refuse_changes
-from .needs import Flags, Needed, could_need, flags_of, united
+from .needs import Needed
 from .planners.room import smallest
 from .plans import Plan, plan
 from .profiler import ROUNDS, STEPS, Costs, Gauge, OnDevice, Trial, profile
-from .recorded import can_need, copied, detached, needs_gradient, places_of, sequence_number
+from .recorded import copied, detached, needs_gradient
 from .schedules import Advance
 from .traced.traced import Traced
 from .trees import Leaves
@@ -37,7 +34,6 @@ from .trees import Leaves
 Value = TypeVar("Value")
 _KEPT: Final = 256  # steps and plans are remembered
 _SURVEYED: Final = 1000  # steps at most are run to see what they need
-_TRANSIENT: Final = 6  # runs of a step at most, until what needs gradients stays as it is
 
 
 class _Memory(OrderedDict[Hashable, Any]):
@@ -54,7 +50,8 @@ class _Memory(OrderedDict[Hashable, Any]):
         return made
 
 
-_natures, _surveys, _learnt, _costs, _plans, _traced = (_Memory() for _ in range(6))
+_natures, _surveys, _learnt, _costs, _plans, _traced, _agreed = (_Memory() for _ in range(7))
+_groups: dict[Hashable, tuple[str, ...]] = {}  # in which a step communicates, by its code
 
 
 def nature_of(call: Call) -> Nature:
@@ -65,7 +62,9 @@ def nature_of(call: Call) -> Nature:
         MissedTensors, KeptTensors: it uses tensors that the call does not know of.
     """
     key = call.key()
-    nature = _natures.recall(key, lambda: by_itself(_Discovery(call).nature, call.surroundings))
+    nature = _natures.recall(key, lambda: by_itself(Discovery(call).nature, call.surroundings))
+    if nature.groups:
+        _groups[call.codes] = nature.groups
     if key in _learnt:
         nature = nature.wider(_learnt[key])
     if any(map(needs_gradient, call.tensors())) and not (nature.settled and call.keeps_nothing(nature)):
@@ -95,6 +94,8 @@ def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature,
         StepError, MissedTensors: as `nature_of`.
     """
     limit = agreed_budget_bytes(budget, call.device)
+    if groups := _groups.get(call.codes, ()):
+        limit = _agreed_limit(call, groups, limit, planner)
     try:
         return _planned(call, nature_of(call), limit, planner)
     except InfeasibleBudget:
@@ -107,8 +108,25 @@ def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature,
     return _planned(call, nature_of(call), limit, planner)
 
 
+def _agreed_limit(call: Call, groups: tuple[str, ...], limit: int, planner: str) -> int:
+    """The least budget among processes that communicate in the step; they look at it anew if any of them must."""
+    key = call.key()
+    limit = -greatest(groups, [-limit])[0]
+    agreed = key, call.length, limit, planner
+    if greatest(groups, [agreed not in _agreed])[0]:
+        _agreed.pop(agreed, None)
+        for memory in (_natures, _surveys, _costs):
+            for of in [of for of in memory if of == key or (isinstance(of, tuple) and of[0] == key)]:
+                del memory[of]
+    return limit
+
+
 def _planned(call: Call, nature: Nature, limit: int, planner: str) -> tuple[Nature, Plan]:
     key, remarks = _trace(call, nature)
+    if groups := _groups.get(call.codes, ()):
+        agreed = call.key(), call.length, limit, planner
+        make = lambda: plan(agreed_chain(groups, _chain(call, nature, limit, key)), limit, planner)  # noqa: E731
+        return nature, _agreed.recall(agreed, make)
     chain = _chain(call, nature, limit, key)
     if call.traced is not None:
         remarks = remarks_on(call.traced)
@@ -176,7 +194,7 @@ def measure_step(
     nature = replace(nature, settled=True, orbit=(nature.needed[:2],))  # the most there can be
     loop = call.loop(Outputs(STEPS), call.carry, call.inputs.leaves)
     states = States(call.sources, nature.needed.changes)
-    carry = _marked(_representative(call, nature, loop), nature.needed.carry)
+    carry = marked(_representative(call, nature, loop), nature.needed.carry)
 
     def start() -> Trial:
         if loop.outputs is not None:
@@ -187,11 +205,13 @@ def measure_step(
     def arriving() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         assert loop.outputs is not None
         outputs = zip(loop.outputs.buffers, nature.needed.outputs, strict=True)
-        adjoint = [torch.zeros_like(leaf) if needs_gradient(leaf) else None for leaf in _firsts(carry)]
+        adjoint = [torch.zeros_like(leaf) if needs_gradient(leaf) else None for leaf in firsts(carry)]
         return adjoint, [torch.zeros_like(buffer) if need else None for buffer, need in outputs]
 
     def room_bytes(costs: Costs) -> int:
-        return limit - smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
+        room = limit - smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
+        groups = _groups.get(call.codes, ())
+        return -greatest(groups, [-room])[0] if groups else room
 
     def measured() -> Costs:
         watching = States(call.sources, call.streams | nature.needed.changes)
@@ -209,7 +229,7 @@ def _representative(call: Call, nature: Nature, loop: Loop) -> Leaves:
         return carry
     watching = States(call.sources, call.streams | nature.needed.changes)
     with recomputing(), torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
-        carry = copied(_marked(carry, call.needs))
+        carry = copied(marked(carry, call.needs))
         return copied(detached(loop.run(0, carry, loop.inputs(0, recording=False), first=True)[0]))
 
 
@@ -218,7 +238,7 @@ def _surveyed(call: Call, nature: Nature) -> Needed:
     nature = replace(nature, settled=False)
     loop, length = call.loop(None, call.carry, call.inputs.leaves), min(call.length, _SURVEYED)
     states = States(call.sources)
-    carry = _marked(copied(detached(call.carry)), call.needs)
+    carry = marked(copied(detached(call.carry)), call.needs)
     with recomputing(), torch.enable_grad(), states.undisturbed(), left_alone(call.places):
         run = call.interpreter(loop, nature, iter(()), carry, states, length)
         for index in range(length):
@@ -227,170 +247,3 @@ def _surveyed(call: Call, nature: Nature) -> Needed:
         changed = [n for n, source in enumerate(call.sources) if not source.same(states.start[n], source.get())]
     assert loop.seen is not None
     return Needed(loop.seen.carries, loop.seen.outputs, frozenset(changed))
-
-
-class _Discovery:
-    """Runs one step a few times, with and without autograd, and looks."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.loop = call.loop(None, call.carry, call.inputs.leaves)
-        self.states = States(call.sources)
-        self.recorded_once: Leaves = []
-        self.casts: frozenset[int] = frozenset()
-        self.moved: set[int] = set()  # leaves of the carry that any step replaces
-
-    def nature(self) -> Nature:
-        """What the step does.
-
-        Raises:
-            StepError: it breaks the contract of `scan`.
-            MissedTensors: it uses tensors that the call does not know of.
-        """
-        with recomputing(), self._no_gathering(), self.states.undisturbed(), left_alone(self.call.places):
-            carry = copied(detached(self.call.carry))
-            before = {place: carry[place]._version for place in places_of(carry)}
-            fixed = [*self.call.fixed, *self.call.captured]
-            versions = [tensor._version for tensor in fixed]
-            plain = self._without_autograd(carry)
-            changed = [place for place, version in before.items() if carry[place]._version != version]
-            orbit, after, outputs, unread = self._orbit()
-            if self.call.length > 1:
-                _refuse_changed_outputs([after[place] for place in changed], outputs)
-            moved = [leaf if place in self.moved else None for place, leaf in enumerate(after)]
-            moved_bytes = max(_moved_bytes(carry, (plain or after)[: len(carry)]), _moved_bytes([], moved))
-            refuse_changes(fixed, versions)
-            changes = self._changes()
-        same = plain is not None and all(map(_same_bits, plain, self.recorded_once))
-        could = tuple(map(could_need, after)), tuple(map(could_need, outputs))
-        return Nature(
-            needed=Needed(united(flags for flags, _ in orbit), united(flags for _, flags in orbit), changes),
-            orbit=tuple(orbit),
-            settled=orbit[-1] == could,
-            copies=bool(changed),
-            grad_mode=not same,
-            carry_bytes=tuple(map(_bytes_of, _firsts(after))),
-            output_bytes=tuple(map(_bytes_of, outputs)),
-            moved_bytes=moved_bytes,
-            unread=unread,
-            casts=self.casts,
-        )
-
-    def _orbit(self) -> tuple[list[tuple[Flags, Flags]], Leaves, Leaves, frozenset[int]]:
-        """What needs gradients after each step until nothing changes any more, the last results, and what is unread.
-
-        Once everything needs a gradient that can, nothing changes any more.
-        """
-        needs, orbit = self.call.needs, []
-        after, outputs, unread = self._record(0, self.call.carry, needs)
-        self.recorded_once = [*detached(after), *detached(outputs)]  # what running without autograd is compared with
-        for index in range(1, _TRANSIENT + 1):
-            orbit.append((flags_of(after), flags_of(outputs)))
-            if orbit[-1][0] == needs:
-                break
-            needs = orbit[-1][0]
-            after, outputs, _ = self._record(index, after, needs)
-        return orbit, after, outputs, unread
-
-    @contextmanager
-    def _no_gathering(self) -> Iterator[None]:
-        """Refuse a step that calls a module which gathers its parameters itself, before it does."""
-        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-        wrapped = getattr(fsdp, "FSDPModule", ())
-        with ExitStack() as stack:
-            for module in self.call.modules:
-                if isinstance(module, wrapped):
-                    handle = module.register_forward_pre_hook(_refuse_gathering, prepend=True)
-                    stack.callback(handle.remove)
-            yield
-
-    def _without_autograd(self, carry: Leaves) -> Leaves | None:
-        """What the step returns when autograd is off; None if it cannot do without, as when it takes gradients."""
-        try:
-            with torch.no_grad(), self.call.surroundings.own_cast_cache():
-                after, outputs = self.loop.run(0, carry, self.loop.inputs(0, recording=False), first=True)
-        except StepError:
-            raise
-        except RuntimeError as error:
-            if "does not require grad" not in str(error):
-                raise
-            return None
-        return [*after, *outputs]
-
-    def _record(self, index: int, leaves: Leaves, needs: Flags) -> tuple[Leaves, Leaves, frozenset[int]]:
-        """Carry and outputs of a recorded step, and the leaves in places that no gradient would flow into."""
-        first_sequence = sequence_number()
-        self.states.restart()
-        with torch.enable_grad(), self.call.surroundings.own_cast_cache():
-            carry = _marked(copied(detached(leaves)), needs)
-            inner = [leaf.clone() if needs_gradient(leaf) else leaf for leaf in carry]  # may be changed in place
-            inputs = self.loop.inputs(index, recording=True)
-            after, outputs = self.loop.run(index, inner, inputs, first=True)
-            nodes = [leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf)]
-            self.casts |= cast_among(nodes, self.call.captured)
-        self.moved |= {place for place, (old, new) in enumerate(zip(inner, after, strict=True)) if old is not new}
-        known = [leaf for leaf in (*carry, *inputs) if needs_gradient(leaf)]
-        self.call.check_seen(nodes, known, first_sequence)
-        kept = range(len(carry) - len(self.call.places), len(carry))
-        reached = reached_leaves(nodes, [carry[place] for place in kept if needs_gradient(carry[place])])
-        return after, outputs, frozenset(place for place in kept if id(carry[place]) not in reached)
-
-    def _changes(self) -> frozenset[int]:
-        """What the step changed beside its results."""
-        changes = [
-            (number, source, before, after)
-            for number, (source, before) in enumerate(zip(self.call.sources, self.states.start, strict=True))
-            if not source.same(before, after := source.get())
-        ]
-        for _, source, before, after in changes:
-            note_moving(source, before, after)
-        refuse_kept((source, before, after) for _, source, before, after in changes)
-        return frozenset(number for number, *_ in changes)
-
-
-def _refuse_changed_outputs(changed: Leaves, outputs: Leaves) -> None:
-    """Outputs that are, or are views of, leaves of the carry that the next step changes in place."""
-    storages = {leaf.untyped_storage()._cdata for leaf in changed if isinstance(leaf, torch.Tensor)}
-    if any(isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in storages for leaf in outputs):
-        raise StepError(
-            "the step returns as an output what it changes in place as its carry, so the next step would change the "
-            "output too; return a clone of it"
-        )
-
-
-def _refuse_gathering(module: torch.nn.Module, _: Any) -> None:
-    raise StepError(
-        f"the step calls a {type(module).__name__} that fully_shard wraps on its own; wrap the module whose forward "
-        "calls remat.scan instead, so that parameters are gathered once before the loop and reduced once after it"
-    )
-
-
-def _firsts(leaves: Leaves) -> Leaves:
-    """Every tensor at its first place only, None elsewhere."""
-    places = set(places_of(leaves))
-    return [leaf if place in places else None for place, leaf in enumerate(leaves)]
-
-
-def _marked(leaves: Leaves, needs: tuple[bool, ...]) -> Leaves:
-    for leaf, need in zip(leaves, needs, strict=True):
-        if need and isinstance(leaf, torch.Tensor) and can_need(leaf):
-            leaf.requires_grad_()
-    return leaves
-
-
-def _bytes_of(leaf: Any) -> int:
-    return leaf.nbytes if isinstance(leaf, torch.Tensor) else 0
-
-
-def _moved_bytes(before: Leaves, after: Leaves) -> int:
-    """Bytes of what a carry holds, without what stood at the same place before."""
-    stayed = {id(old) for old, new in zip(before, after, strict=False) if old is new}
-    moved = [leaf for leaf in after if isinstance(leaf, torch.Tensor) and id(leaf) not in stayed]
-    return sum({leaf.untyped_storage()._cdata: leaf.nbytes for leaf in moved}.values())
-
-
-def _same_bits(a: Any, b: Any) -> bool:
-    """Whether two results of the same step are equal; a NaN equals a NaN."""
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return True  # other values are compared by nobody: the step may make them anew each time
-    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)

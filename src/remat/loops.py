@@ -134,8 +134,10 @@ class Loop:
         if self._becoming:
             self._kinds[-self._becoming :] = map(kind_of, leaves[-self._becoming :])
             self._becoming = 0
-        self._check(index, "a carry", self.structure, self._kinds, leaves)
-        self._check(index, "outputs", self.output_structure, self._output_kinds, outputs)
+        if any(map(_differs, self._kinds, leaves)):
+            self._refuse(index, "a carry", self.structure, self._kinds, leaves)
+        if any(map(_differs, self._output_kinds, outputs)):
+            self._refuse(index, "outputs", self.output_structure, self._output_kinds, outputs)
         if first and self.seen is not None:
             self.seen.note(index + 1, leaves, outputs)
         if self._fingerprints is not None:
@@ -177,7 +179,7 @@ class Loop:
                 )
 
     @staticmethod
-    def _check(index: int, what: str, structure: Structure, kinds: Sequence[Any], leaves: Leaves) -> None:
+    def _refuse(index: int, what: str, structure: Structure, kinds: Sequence[Any], leaves: Leaves) -> None:
         for place, (kind, leaf) in enumerate(zip(kinds, leaves, strict=True)):
             if kind_of(leaf) != kind:
                 raise StepError(
@@ -198,6 +200,13 @@ def fingerprint(leaf: Any) -> bytes | None:
 def kind_of(leaf: Any) -> Any:
     """What must not change from step to step."""
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else isinstance(leaf, torch.Tensor)
+
+
+def _differs(kind: Any, leaf: Any) -> bool:
+    """Whether a leaf is of another kind; what `kind_of` would say, sooner."""
+    if isinstance(leaf, torch.Tensor):
+        return not kind or leaf.dtype is not kind[1] or leaf.shape != kind[0] or leaf.device != kind[2]
+    return bool(kind)
 
 
 def described(kind: Any) -> str:

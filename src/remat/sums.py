@@ -91,6 +91,8 @@ class Captured:
 
     def note(self, stage: int, outputs: Leaves) -> None:
         """Take notes of outputs of a first run that are captured tensors."""
+        if self.number_of.keys().isdisjoint(map(id, outputs)):
+            return
         for output, leaf in enumerate(outputs):
             number = self.number_of.get(id(leaf))
             if number is not None:

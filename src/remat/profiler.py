@@ -136,7 +136,7 @@ class Costs:
         parameter_gradient_bytes: bytes of the gradients of captured tensors.
         sparse_gradient_bytes: bytes by which sparse gradients of captured tensors grow with every step.
         state_bytes: bytes of the states that are kept all the time: those at the start and those after the
-            forward, and a recorder's scalars.
+            forward.
     """
 
     stage: Stage
@@ -349,9 +349,9 @@ def _tape(singly: list[Reading], pairs: list[Reading] | None, aside: _Aside) -> 
         tape_bytes=tape_bytes,
         entering_bytes=entering,
         leaving_bytes=leaving,
-        workspace_bytes=max(last.peak_bytes - tape_bytes - carry, 0),
+        workspace_bytes=max(last.peak_bytes - tape_bytes - carry, 0) + _SCALARS,
         # The leaving carry goes before it begins. What a first pass holds in passing has room there too.
-        backward_workspace_bytes=max(backward.peak_bytes + carry - leaving, aside.passing),
+        backward_workspace_bytes=max(backward.peak_bytes + carry - leaving, aside.passing) + _SCALARS,
     )
 
 
@@ -367,12 +367,12 @@ def _costs(
     carry, peak = max(singly[0].net_bytes, 0), singly[0].peak_bytes
     stored = max(carry, sizes.moved_bytes) + aside.stored
     return Costs(
-        Stage(stored, (tape,), forward_s=advance_s, workspace_bytes=max(peak - carry, 0)),
+        Stage(stored, (tape,), forward_s=advance_s, workspace_bytes=max(peak - carry, 0) + _SCALARS),
         sizes.output_bytes,
         sizes.output_gradient_bytes,
         sizes.final_gradient_bytes,
         parameters[0],
-        2 * aside.states + _SCALARS,
+        2 * aside.states,
         -(-parameters[1] // STEPS),
     )
 

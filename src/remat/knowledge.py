@@ -113,8 +113,11 @@ def _agreed_limit(call: Call, groups: tuple[str, ...], limit: int, planner: str)
     key = call.key()
     limit = -greatest(groups, [-limit])[0]
     agreed = key, call.length, limit, planner
-    if greatest(groups, [agreed not in _agreed])[0]:
+    seen = any(isinstance(of, tuple) and of[0] == key for of in _costs)
+    look, make = greatest(groups, [not seen, agreed not in _agreed])
+    if make:
         _agreed.pop(agreed, None)
+    if look:
         for memory in (_natures, _surveys, _costs):
             for of in [of for of in memory if of == key or (isinstance(of, tuple) and of[0] == key)]:
                 del memory[of]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,18 +81,19 @@ class _Step:
         self.bound = [shared[number] for _, number in ready.program.bound]
         holders = [node for node in ready.program.graph.nodes if node.op == "placeholder"]
         values = map(value_of, holders[len(self.threaded) :])
-        self._columns = [(*key, value) for key, value in zip(ready.program.columns, values, strict=False)]
+        self._columns = [(*key, _maker(value)) for key, value in zip(ready.program.columns, values, strict=False)]
 
     def columns_of(self, carry: Leaves, inputs: Leaves) -> list[torch.Tensor]:
         """What a step has of its own where no tape is kept: a recording program writes into passing memory."""
         return [
-            inputs[number]
-            if kind == "input"
-            else carry[number]
-            if kind == "carry"
-            else torch.empty(value.shape, dtype=value.dtype, device=value.device)
-            for kind, number, value in self._columns
+            inputs[number] if kind == "input" else carry[number] if kind == "carry" else make()
+            for kind, number, make in self._columns
         ]
+
+
+def _maker(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Makes contiguous memory for such a value, without looking at it again."""
+    return partial(torch.empty(0, dtype=value.dtype, device=value.device).new_empty, tuple(value.shape))
 
 
 @dataclass(slots=True)

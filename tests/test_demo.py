@@ -65,3 +65,13 @@ def test_the_standard_library_is_a_text() -> None:
     tokens = read_tokens(None, 1000)
     assert len(tokens) >= 1_000_000
     assert (int(tokens.min()), int(tokens.max())) == (0, 95)
+
+
+def test_a_share_that_is_too_small_becomes_one_that_works(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["demo", "--text", str(text), "--length", "20", "--iterations", "1", "--budget", "1%"]
+    assert main([*command, "--json", str(tmp_path / "demo.json"), "--picture", str(tmp_path / "demo.png")]) == 0
+    assert "too little for 20 steps" in " ".join(capsys.readouterr().out.split())
+    budgeted = json.loads((tmp_path / "demo.json").read_text())["budgeted"]
+    assert budgeted["peak_bytes"] <= budgeted["budget_bytes"]

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .errors import RematError
+from .errors import InfeasibleBudget, RematError
 from .meter import measure
 from .report import draw_memory, measured_curve
 from .scan import plan_scan, scan
@@ -278,7 +278,8 @@ def train(console: Console, tokens: Tensor, *, length: int, budget: int | float,
         console: where progress is shown.
         tokens: the text, encoded.
         length: how many characters gradients go back over.
-        budget: bytes, or as a fraction (a float) the share of what the first plain iteration takes.
+        budget: bytes, or as a fraction (a float) the share of what the first plain iteration takes, or the
+            smallest share that works if that is more.
         iterations: at most so many, fewer on a slow machine.
 
     Raises:
@@ -292,7 +293,17 @@ def train(console: Console, tokens: Tensor, *, length: int, budget: int | float,
         plain.iterate(xs)
         budget_bytes = budget if isinstance(budget, int) else max(1, int(budget * plain.peaks[0]))
         budgeted = Trainee("budgeted", lambda model, carry, xs: scan(model, carry, xs, budget=budget_bytes)[1])
-        predicted = plan_scan(budgeted.model, budgeted.model.start(), xs, budget=budget_bytes).peak_bytes
+        try:
+            predicted = plan_scan(budgeted.model, budgeted.model.start(), xs, budget=budget_bytes).peak_bytes
+        except InfeasibleBudget as refusal:
+            if isinstance(budget, int):
+                raise
+            budget_bytes = refusal.smallest_budget_bytes
+            console.print(
+                f"{budget:.0%} of the plain run's memory is too little for {length} steps; this takes the smallest "
+                f"share that works, {budget_bytes / plain.peaks[0]:.1%}"
+            )
+            predicted = plan_scan(budgeted.model, budgeted.model.start(), xs, budget=budget_bytes).peak_bytes
         for done in range(iterations):
             if done:
                 xs = batch(tokens, length, generator)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import remat
 from nets import Decoder, Residual
-from remat import blockcosts, survey
+from remat.blocks import costs as blockcosts
+from remat.blocks import survey
 from remat.chains import Tape
 from remat.ranges import SELECTIVE
 from remat.schedules import Record

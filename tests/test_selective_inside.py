@@ -12,7 +12,10 @@ import pytest
 import remat
 from budgets_of import settings_at
 from plain import assert_same, observe, plain_scan
-from remat import blockcalls, blockcosts, knowledge, survey
+from remat import knowledge
+from remat.blocks import calls as blockcalls
+from remat.blocks import costs as blockcosts
+from remat.blocks import survey
 from remat.chains import Chain, Tape
 from remat.plans import Plan, plan
 from remat.ranges import SELECTIVE

@@ -1,102 +1,178 @@
-"""What does a byte budget cost a model compiled with backend "remat", and is the budget kept?
+"""What does a byte budget cost a model compiled with backend "remat", and is the budget kept? And what do others do?
 
 Peak and time of a training step as shares of plain eager's, gradients of parameters already allocated; predicted and
-measured peak; whether loss, gradients, buffers and random stream are eager's bit for bit. Models: a GPT-like decoder
-(12 blocks, width 512, sequence 256, batch 4, dropout 0.1), a pre-activation ResNet of 100 batch-norm blocks, an LSTM
-unrolled over 60 steps.
+measured peak; whether loss, gradients, buffers and random stream are eager's bit for bit. Networks: a GPT-like decoder
+(12 blocks, width 512, sequence 256, batch 4, dropout 0.1), a ResNet of 100 batch-norm blocks, an LSTM unrolled over 60
+steps, and Hugging Face's GPT-2 and vision transformer from configurations. Beside them, in the same rounds:
+`torch.utils.checkpoint` for each block and nested, and `activation_memory_budget` of torch.compile.
+
+Every network runs in a process of its own, and gets its share of the time: what no time is left for is said so.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import remat
-from harness import interleaved, publish, ratio
-from remat.graph.backend import last_plan
+from harness import RESULTS, interleaved, publish, ratio, where
+from remat.graph import compilation
+from remat.graph.lowering import straight
 
-SHARES = (0.55, 0.35, 0.23, 0.15, 0.12)
+SHARES = {"decoder": (1.0, 0.55, 0.35, 0.23, 0.15, 0.12)}
+OTHER_SHARES = (1.0, 0.5, 0.25)
+FRACTIONS = {"decoder": (0.7, 0.5, 0.1), "lstm": ()}  # of activation_memory_budget; on loops it takes minutes
+OTHER_FRACTIONS = (0.5,)
+SECONDS = {"decoder": 200, "residual": 110, "lstm": 50, "gpt2": 50, "vit": 50}
+COMPILED_SHARE = 0.65  # of a network's seconds after which no further cell is begun; rounds take the rest
+COLUMNS = (
+    *("network", "way", "budget", "measured", "predicted", "exact"),
+    *("planned time", "cpu time", "wall time", "planning, s", "compiling, s"),
+)
+NOTES = (
+    "Budget and measured peak are shares of plain eager's peak; times are medians over interleaved rounds of the ratio",
+    "to eager; 'predicted' is how far the prediction lies from the measured peak; 'planned time' is what the plan",
+    "expects of itself over no recomputation; 'exact': loss, gradients, buffers and the random state after it are",
+    "eager's bit for bit, or else the largest relative error of a gradient. Planning is part of compiling, both in",
+    "processor time. activation_memory_budget has torch's own partitioner, and around it the code of backend remat,",
+    "so that what it saves is freed as early. Not here: rockmate asks for CUDA by name, ckptplan refuses the CPU.",
+)
+Input = tuple[Any, ...]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int, drop: float) -> None:
+# ---- networks
+
+
+def shared() -> Any:
+    """The networks of the tests."""
+    path = Path(__file__).parent.parent / "tests" / "graph" / "networks.py"
+    spec = spec_from_file_location("tested_networks", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Loss(nn.Module):
+    """A Hugging Face model that returns its loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.heads, self.drop = heads, nn.Dropout(drop)
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.model = model
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, steps, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, steps, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, steps, width)
-        x = x + self.drop(self.out(mixed))
-        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+    def forward(self, given: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.model(given, labels=labels).loss
+        return result
 
 
-class Decoder(nn.Module):
-    def __init__(self, blocks: int = 12, width: int = 512, heads: int = 8, steps: int = 256, words: int = 2048) -> None:
-        super().__init__()
-        self.embed, self.places = nn.Embedding(words, width), nn.Parameter(0.02 * torch.randn(steps, width))
-        self.drop, self.blocks = nn.Dropout(0.1), nn.ModuleList(Block(width, heads, 0.1) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+def hugging(model: str, config: str, **options: Any) -> nn.Module:
+    import transformers
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.drop(self.embed(tokens) + self.places)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+    transformers.logging.set_verbosity_error()
+    return Loss(getattr(transformers, model)(getattr(transformers, config)(**options)))
 
 
-class ResNet(nn.Module):
-    def __init__(self, blocks: int = 100, channels: int = 16) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, channels, 3, padding=1)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2 * blocks))
-        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2 * blocks))
-        self.head = nn.Linear(channels, 10)
-
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.first(images)
-        for k in range(0, len(self.convs), 2):
-            h = self.convs[k](F.relu(self.norms[k](x)))
-            x = x + self.convs[k + 1](F.relu(self.norms[k + 1](h)))
-        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
-
-
-class Unrolled(nn.Module):
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(width, width)
-
-    def forward(self, xs: torch.Tensor) -> torch.Tensor:
-        h = c = xs.new_zeros(xs.shape[1], self.cell.hidden_size)
-        total = xs.new_zeros(())
-        for x in xs.unbind():
-            h, c = self.cell(x, (h, c))
-            total = total + h.square().mean()
-        return total
-
-
-def models() -> dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]]:
-    """Makers and inputs."""
+def network(name: str) -> tuple[nn.Module, Input]:
+    """A network in training mode, and its input."""
     torch.manual_seed(0)
-    return {
-        "decoder": (Decoder, (torch.randint(0, 2048, (4, 256)), torch.randint(0, 2048, (4, 256)))),
-        "resnet": (ResNet, (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,)))),
-        "lstm": (Unrolled, (torch.randn(60, 16, 128),)),
-    }
+    made: tuple[nn.Module, Input]
+    if name == "decoder":
+        made = shared().Decoder(12, 512, 8, 2048), (torch.randint(0, 2048, (4, 256)),)
+    elif name == "residual":
+        made = shared().Residual(100, 16), (torch.randn(16, 3, 32, 32),)
+    elif name == "lstm":
+        made = shared().Unrolled(128), (torch.randn(60, 16, 128),)
+    elif name == "gpt2":
+        sizes = {"n_layer": 6, "n_embd": 256, "n_head": 4, "vocab_size": 1024, "n_positions": 128}
+        tokens = torch.randint(0, 1024, (4, 128))
+        made = hugging("GPT2LMHeadModel", "GPT2Config", **sizes, use_cache=False), (tokens, tokens)
+    else:
+        sizes = {"num_hidden_layers": 6, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
+        options = {"image_size": 96, "patch_size": 8, "hidden_dropout_prob": 0.1, "num_labels": 10}
+        images = torch.randn(8, 3, 96, 96), torch.randint(0, 10, (8,))
+        made = hugging("ViTForImageClassification", "ViTConfig", **sizes, **options), images
+    return made[0].train(), made[1]
 
 
-def step(call: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+# ---- ways to run a step
+
+
+def each_block(blocks: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def nested(blocks: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    """Halves of halves, each a checkpoint."""
+    parts = list(blocks)
+    if len(parts) == 1:
+        result: torch.Tensor = parts[0](x)
+        return result
+    for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]):
+        x = checkpoint(nested, half, x, use_reentrant=False)
+    return x
+
+
+class Planner(compilation.Planner):
+    """The planner, with the processor time that it takes."""
+
+    spent_s = 0.0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        begin = time.process_time()
+        super().__init__(*args, **options)
+        Planner.spent_s = time.process_time() - begin
+
+    def plan(self, budget_bytes: int) -> Any:
+        begin = time.process_time()
+        try:
+            return super().plan(budget_bytes)
+        finally:
+            Planner.spent_s += time.process_time() - begin
+
+
+def by_fraction(model: nn.Module, fraction: float) -> Callable[..., torch.Tensor]:
+    """torch.compile with `activation_memory_budget`, lowered as backend remat does it."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+
+    def lowered(made: Any, _inputs: Any) -> Any:
+        run = straight(made)
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    made = aot_autograd(fw_compiler=lowered, bw_compiler=lowered, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(model, backend=made)
+
+    def call(*inputs: Any) -> torch.Tensor:
+        with config.patch(activation_memory_budget=fraction):
+            result: torch.Tensor = compiled(*inputs)
+        return result
+
+    return call
+
+
+# ---- measuring
+
+
+def step(call: Callable[..., torch.Tensor], inputs: Input) -> torch.Tensor:
     """A training step that begins from the same random state."""
     torch.manual_seed(5)
     loss = call(*inputs)
@@ -104,76 +180,165 @@ def step(call: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> t
     return loss.detach()
 
 
-def outcome(call: Callable[..., torch.Tensor], model: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Loss, gradients, buffers, random state; gradients are there, and zero, afterwards."""
-    loss = step(call, inputs)
-    found = [loss, *(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
-    for parameter in model.parameters():
-        parameter.grad.zero_()
-    return [*found, torch.get_rng_state()]
+class Bench:
+    """One network: plain eager, and everything that is compared with it."""
 
-
-def table(name: str, shares: Sequence[float], rounds: int) -> list[list[str]]:
-    """One row per share of plain eager's peak."""
-    make, inputs = models()[name]
-    torch.manual_seed(1)
-    eager = make()
-    start = copy.deepcopy(eager.state_dict())
-    wanted = outcome(eager, eager, inputs)
-    peak = remat.measure(partial(step, eager, inputs)).peak_bytes
-    rows, jobs = [], {"eager": partial(step, eager, inputs)}
-    for share in shares:
-        torch._dynamo.reset()
-        model = make()
-        model.load_state_dict(start)
-        for parameter in model.parameters():
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name = name
+        self.until = time.monotonic() + COMPILED_SHARE * seconds
+        self.end = time.monotonic() + seconds
+        self.model, self.inputs = network(name)
+        self.start = copy.deepcopy(self.model.state_dict())
+        for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        options = {"budget": int(share * peak), "gradients_exist": True}
-        call = torch.compile(model, backend="remat", options=options)
+        self.wanted = self.outcome(self.model)
+        self.peak_bytes = self.measured(self.model)
+        self.jobs: dict[str, Callable[[], Any]] = {"eager": partial(step, self.model, self.inputs)}
+        self.rows: list[list[str]] = []
+
+    def outcome(self, call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients, then loss, buffers, random state, of a step from the beginning."""
+        self.model.load_state_dict(self.start)
+        for parameter in self.model.parameters():
+            parameter.grad.zero_()
+        loss = step(call, self.inputs)
+        gradients = [p.grad.clone() for p in self.model.parameters()]
+        return [*gradients, loss, *(b.clone() for b in self.model.buffers()), torch.get_rng_state()]
+
+    def measured(self, call: Callable[..., torch.Tensor]) -> int:
+        return remat.measure(partial(step, call, self.inputs)).peak_bytes
+
+    def exactness(self, found: Sequence[torch.Tensor]) -> str:
+        if all(torch.equal(a, b) for a, b in zip(found, self.wanted, strict=True)):
+            return "yes"
+        gradients = range(sum(1 for _ in self.model.parameters()))
+        off = max(float((found[k] - self.wanted[k]).norm() / self.wanted[k].norm().clamp_min(1e-30)) for k in gradients)
+        return f"gradients {off:.0e} off" if off else "not buffers or stream"
+
+    def cell(self, way: str, budget: str, call: Callable[..., torch.Tensor], *, planned: bool = False) -> None:
+        """A row for one way to run the step; its times follow."""
+        row = [self.name, way, budget, *[""] * (len(COLUMNS) - 3)]
+        self.rows.append(row)
+        if time.monotonic() > self.until:
+            row[3] = "no time left"
+            return
         begin = time.process_time()
         try:
-            found = outcome(call, model, inputs)
+            exact = self.exactness(self.outcome(call))
+            compiling_s = time.process_time() - begin
+            measured = self.measured(call)
+        except Exception as refused:  # a way that fails is a row that says so
+            row[3] = f"{type(refused).__name__}: {str(refused).splitlines()[0][:60]}"
+            return
+        row[3], row[5] = f"{measured / self.peak_bytes:.3f}", exact
+        plan = compilation.last_plan() if planned else None
+        if plan is not None:
+            row[4], row[6] = f"{plan.peak_bytes / measured - 1:+.2%}", f"{plan.time_ratio:.3f}"
+            row[9], row[10] = f"{Planner.spent_s:.1f}", f"{compiling_s:.0f}"
+        self.jobs[f"{way} {budget}"] = partial(step, call, self.inputs)
+
+    def within(self, budget_bytes: int) -> Callable[..., torch.Tensor]:
+        options = {"budget": budget_bytes, "gradients_exist": True}
+        return torch.compile(self.model, backend="remat", options=options)
+
+    def smallest_bytes(self) -> int | None:
+        """What the backend says it can do with."""
+        try:
+            self.outcome(self.within(1))
         except Exception as refused:
-            cause = refused.__cause__ or refused
-            rows.append([name, f"{share:.0%}", str(getattr(cause, "smallest_budget_bytes", cause)), *[""] * 6])
-            continue
-        compiling_s = time.process_time() - begin
-        plan = last_plan()
-        measured = remat.measure(partial(step, call, inputs)).peak_bytes
-        exact = all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-        jobs[f"{share:.0%}"] = partial(step, call, inputs)
-        rows.append(
-            [
-                name,
-                f"{share:.0%}",
-                f"{measured / peak:.4f}",
-                f"{plan.peak_bytes / measured - 1:+.3%}",
-                "yes" if exact else "no",
-                f"{plan.time_ratio:.3f}",
-                "",
-                "",
-                f"{compiling_s:.0f}",
-            ]
-        )
-    spent = interleaved(jobs, rounds)
-    for row in rows:
-        if row[1] in spent:
-            row[6:8] = [f"{ratio(spent, row[1], 'eager', f):.3f}" for f in ("cpu_s", "wall_s")]
-    return rows
+            cause: BaseException | None = refused
+            while cause is not None and not isinstance(cause, remat.InfeasibleBudget):
+                cause = cause.__cause__ or cause.__context__
+            return None if cause is None else cause.smallest_budget_bytes
+        return None
+
+    def run(self, shares: Sequence[float], rounds: int) -> None:
+        """All rows."""
+        smallest = self.smallest_bytes()
+        least = (smallest or 0) / self.peak_bytes
+        budgets = [(f"{share:.0%}", int(share * self.peak_bytes)) for share in shares if share >= least]
+        if smallest is not None:
+            budgets.insert(0, (f"smallest, {least:.1%}", smallest))
+        for text, budget in budgets:
+            self.cell("remat", text, self.within(budget), planned=True)
+            print(json.dumps(self.rows), flush=True)  # so much there is, should time be over
+        if hasattr(self.model, "blocks"):
+            for way in (each_block, nested):
+                self.cell(f"checkpoint, {way.__name__.replace('_', ' ')}", "", partial(_gone_through, self.model, way))
+        for fraction in FRACTIONS.get(self.name, OTHER_FRACTIONS):
+            self.cell("activation_memory_budget", f"{fraction}", by_fraction(self.model, fraction))
+        begin = time.monotonic()
+        self.jobs["eager"]()
+        round_s = 1.3 * len(self.jobs) * (time.monotonic() - begin)
+        fitting = int((self.end - time.monotonic()) / round_s) - 1  # one to warm up
+        spent = interleaved(self.jobs, max(1, min(rounds, fitting)))
+        for row in self.rows:
+            if (job := f"{row[1]} {row[2]}") in spent:
+                row[7:9] = [f"{ratio(spent, job, 'eager', field):.3f}" for field in ("cpu_s", "wall_s")]
 
 
-COLUMNS = ("model", "budget", "measured", "predicted", "exact", "planned time", "cpu time", "wall time", "compiling, s")
-NOTES = (
-    "Budget and measured peak are shares of plain eager's peak; times are medians over interleaved rounds of the ratio",
-    "to eager; 'predicted' is how far the prediction lies from the measured peak; 'planned time' is what the plan",
-    "expects of itself over no recomputation; compiling, of everything, is processor time.",
-)
+def _gone_through(model: nn.Module, way: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+    result: torch.Tensor = model(*inputs, run=way)
+    return result
+
+
+# ---- processes
+
+
+def one(name: str, seconds: float, shares: Sequence[float], rounds: int) -> list[list[str]]:
+    """The rows of a network, in this process."""
+    torch._dynamo.config.recompile_limit = 64  # one model, compiled for every budget
+    compilation.Planner = Planner  # type: ignore[misc]
+    bench = Bench(name, seconds)
+    try:
+        bench.run(shares, rounds)
+    except Exception as failed:  # what there is stays
+        bench.rows.append([name, f"{type(failed).__name__}: {failed}"[:80], *[""] * (len(COLUMNS) - 2)])
+    return bench.rows
+
+
+def all_rows(names: Sequence[str], arguments: Sequence[str], scale: float) -> Iterator[list[list[str]]]:
+    """The rows of each network, from a process each."""
+    for name in names:
+        command = [sys.executable, __file__, "--one", name, "--scale", str(scale), *arguments]
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        print(f"{name} …", flush=True)
+        limit_s = 1.5 * scale * SECONDS[name]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s, check=True)
+            lines = done.stdout
+        except subprocess.SubprocessError as failed:
+            print(_text(getattr(failed, "stderr", None))[-2000:], file=sys.stderr)
+            lines = _text(getattr(failed, "stdout", None))
+        rows = [line for line in lines.splitlines() if line.startswith("[[")]
+        yield json.loads(rows[-1]) if rows else [[name, "no row in time", *[""] * (len(COLUMNS) - 2)]]
+
+
+def _text(output: str | bytes | None) -> str:
+    return output.decode() if isinstance(output, bytes) else output or ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", nargs="*", default=list(SECONDS), choices=list(SECONDS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shares", nargs="*", type=float, help="budgets, of plain eager's peak")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the time each network gets")
+    parser.add_argument("--one", help="a network to run in this process, its rows as JSON")
+    given = parser.parse_args()
+    if given.one:
+        shares = given.shares or SHARES.get(given.one, OTHER_SHARES)
+        rows = one(given.one, given.scale * SECONDS[given.one], shares, given.rounds)
+        print(json.dumps(rows))
+        return
+    found: list[list[str]] = []
+    arguments = ["--rounds", str(given.rounds), *(["--shares", *map(str, given.shares)] if given.shares else [])]
+    for rows in all_rows(given.networks, arguments, given.scale):
+        found += rows
+        publish("graph", "Models compiled with a byte budget, and what others do", COLUMNS, found, NOTES)
+        content = {"where": where(), "columns": COLUMNS, "rows": found}
+        (RESULTS / "graph.json").write_text(json.dumps(content, indent=1) + "\n")
+
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", default=list(models()))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
-    given = parser.parse_args()
-    found = [row for name in given.models for row in table(name, given.shares, given.rounds)]
-    publish("graph", "Models compiled with a byte budget", COLUMNS, found, NOTES)
+    main()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 Function = Callable[..., torch.Tensor]
+Run = Callable[[Iterable[nn.Module], torch.Tensor], torch.Tensor]
 
 
 class Block(nn.Module):
@@ -32,7 +33,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A few blocks and a projection; the loss comes out."""
+    """Blocks and a projection; the loss comes out. `run` is how the blocks are gone through."""
 
     def __init__(self, blocks: int = 3, width: int = 32, heads: int = 2, words: int = 50) -> None:
         super().__init__()
@@ -40,12 +41,10 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, run: Run | None = None) -> torch.Tensor:
         x = F.dropout(self.embed(tokens), 0.1)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        x = in_turn(self.blocks, x) if run is None else run(self.blocks, x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
 
 
 class Residual(nn.Module):
@@ -54,15 +53,29 @@ class Residual(nn.Module):
     def __init__(self, blocks: int = 5, channels: int = 4) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, channels, 3, padding=1)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2 * blocks))
-        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2 * blocks))
+        self.blocks = nn.ModuleList(_Convolutions(channels) for _ in range(blocks))
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor, run: Run | None = None) -> torch.Tensor:
         x = self.first(images)
-        for k in range(0, len(self.convs), 2):
-            h = self.convs[k](F.relu(self.norms[k](x)))
-            x = x + self.convs[k + 1](F.relu(self.norms[k + 1](h)))
+        x = in_turn(self.blocks, x) if run is None else run(self.blocks, x)
         return x.square().mean()
+
+
+class _Convolutions(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv2(F.relu(self.norm2(self.conv1(F.relu(self.norm1(x))))))
+
+
+def in_turn(blocks: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    """One block after another, nothing recomputed."""
+    for block in blocks:
+        x = block(x)
+    return x
 
 
 class Unrolled(nn.Module):

@@ -5,11 +5,11 @@ To add one: a file with a function of the `Planner` signature, a line in `_HOMES
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Final, Protocol
 
 from ..chains import Chain
 from ..schedules import Schedule
+from ._registry import plan_of
 
 
 class Planner(Protocol):
@@ -49,7 +49,5 @@ def planner(name: str) -> Planner:
     Raises:
         ValueError: there is none; the message lists those there are.
     """
-    if name not in _HOMES:
-        raise ValueError(f"no planner is called {name!r}; there are {', '.join(_HOMES)}")
-    found: Planner = import_module(f".{_HOMES[name]}", __name__).plan
+    found: Planner = plan_of(__name__, _HOMES, name, "planner")
     return found

@@ -5,9 +5,9 @@ None knows a budget, and none knows how a program is judged: `liveness` says wha
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Final, Protocol
 
+from ...planners._registry import plan_of
 from ..graphs import Graph, Program
 
 
@@ -38,7 +38,5 @@ def strategy(name: str) -> Strategy:
     Raises:
         ValueError: there is none; the message lists those there are.
     """
-    if name not in _HOMES:
-        raise ValueError(f"no strategy is called {name!r}; there are {', '.join(_HOMES)}")
-    found: Strategy = import_module(f".{_HOMES[name]}", __name__).plan
+    found: Strategy = plan_of(__name__, _HOMES, name, "strategy")
     return found

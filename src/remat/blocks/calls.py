@@ -149,7 +149,8 @@ class ChainCall:
         return Chain(
             tuple((stage, len(list(equal))) for stage, equal in groupby(stages)),
             final_carry_bytes=last.leaving_bytes,
-            output_bytes=2 * (states + sum(of.state_bytes for of in known))
+            output_bytes=2 * states
+            + sum(of.state_bytes for of in known)  # as before the first runs; those of now are in a block's workspace
             + _SCALARS * (self.length + 4)
             + self.made_bytes,
             output_gradient_bytes=last.leaving_bytes if any(last.leaving.needs) else 0,

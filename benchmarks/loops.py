@@ -194,6 +194,9 @@ class Cells:
                 except remat.InfeasibleBudget as error:
                     self.notes[label] = f"infeasible below {error.smallest_budget_bytes / self.plain_bytes:.1%}"
                     continue
+                except Exception as error:  # one cell's failure is not that of the others
+                    self.notes[label] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+                    continue
                 plan_s = time.perf_counter() - start
                 run = partial(job.budgeted, budget_bytes, compiled)
                 self.add(

@@ -13,7 +13,7 @@ from graph.corpus import CASES, captured, case
 from graph.running import emitted, run
 from remat.graph import inplace, inplace_ops
 from remat.graph.arena import load_bytes
-from remat.graph.blocks import blocks
+from remat.graph.blocks import LEAVING, blocks
 from remat.graph.capture import capture
 from remat.graph.emission import emit
 from remat.graph.liveness import liveness, without_dead
@@ -38,6 +38,10 @@ def test_results_are_equal_and_bytes_as_foreseen(name: str) -> None:
         assert all(a <= b for a, b in zip(after.during, before.during, strict=True))
         for in_place in ({}, taken):
             lifetimes = blocks(graph, program, in_place=in_place)
+            if not in_place:
+                leaving = {s for g in graph.final_gradients for s in graph.nodes[g].storages}
+                expected_bytes = sum(graph.storages[s].bytes for s in leaving if not graph.storages[s].external)
+                assert sum(one.bytes for one in lifetimes if one.kind == LEAVING) == expected_bytes
             assert load_bytes(lifetimes)[1].max() == liveness(graph, program, in_place=in_place).peak_bytes
 
 

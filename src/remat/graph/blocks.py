@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from .arena import Lifetime
@@ -35,11 +35,16 @@ class _Recorder(Machine):
     def __init__(self, graph: Graph, program: Program, gradients_exist: bool, in_place: Mapping[int, int]) -> None:
         self.found: list[Lifetime] = []
         self.born: dict[int, tuple[int, int | None]] = {}  # instance -> step, node; no node for tangents
+        self.storage: dict[int, int | None] = {}  # instance -> the storage that it is of
+        self.allocated: Iterator[int] = iter(())  # storages that the running node is still to allocate
         self.running: int | None = None
+        # A gradient is often a view of what was made for it, a product turned round.
+        self.leaving = {s for g in graph.final_gradients for s in graph.nodes[g].storages}
         super().__init__(graph, program, gradients_exist, in_place)
 
     def run(self, step: int, index: int) -> None:
         self.running = index
+        self.allocated = iter([s for s in self.graph.nodes[index].storages if s in self.graph.nodes[index].fresh])
         if workspace := self.workspace_bytes(step, index):
             self.found.append(Lifetime(step, step, workspace, WORKSPACE, self.graph.nodes[index].name))
         super().run(step, index)
@@ -48,6 +53,7 @@ class _Recorder(Machine):
     def _new(self, size: int) -> int:
         instance = super()._new(size)
         self.born[instance] = len(self.during), self.running
+        self.storage[instance] = next(self.allocated, None)
         return instance
 
     def _free(self, instance: int) -> None:
@@ -59,10 +65,11 @@ class _Recorder(Machine):
         first, node = self.born[instance]
         if self.size[instance]:
             name = "tangent" if node is None else self.graph.nodes[node].name
-            self.found.append(Lifetime(first, last, self.size[instance], self._kind(node, first), name))
+            self.found.append(Lifetime(first, last, self.size[instance], self._kind(instance), name))
 
-    def _kind(self, node: int | None, first: int) -> str:
-        if node in self.graph.final_gradients:
+    def _kind(self, instance: int) -> str:
+        first, node = self.born[instance]
+        if self.storage[instance] in self.leaving:
             return LEAVING
         if node is None or node in self.graph.backward:
             return GRADIENT

@@ -60,6 +60,7 @@ def _draw(
     axes: Axes, lifetimes: Sequence[Lifetime], placement: Placement, colours: Mapping[str, str], unit: int
 ) -> None:
     from matplotlib.collections import PolyCollection
+    from matplotlib.patheffects import Normal, Stroke
 
     corners: list[Any] = []
     for one, offset in zip(lifetimes, placement.offsets, strict=True):
@@ -70,7 +71,9 @@ def _draw(
     width = 0.4 if len(lifetimes) <= 600 else 0.05
     axes.add_collection(PolyCollection(corners, facecolors=faces, edgecolors="white", linewidths=width))
     times, load = load_bytes(lifetimes)
-    axes.step(times, load / unit, where="post", color=_BOUND_COLOUR, linewidth=1)
+    load[-1:] = load[-2:-1]  # what is freed at the end would be drawn as a line along the edge
+    halo = [Stroke(linewidth=3, foreground="white"), Normal()]  # over blocks of any colour
+    axes.step(times, load / unit, where="post", color=_BOUND_COLOUR, linewidth=1.2, path_effects=halo)
     axes.set_xlim(int(times[0]) if len(times) else 0, int(times[-1]) if len(times) else 1)
     axes.spines[["top", "right"]].set_visible(False)
 

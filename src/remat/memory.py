@@ -141,8 +141,7 @@ def figure(name: str, quick: bool) -> Figure:
 def _over(name: str, sizes: tuple[int, ...]) -> Iterator[dict[str, tuple[int, float]]]:
     """For each size, bytes and time ratio by the names of the ways; "in its memory" is remat in algorithm 3's.
 
-    Neither overwrites anything in place in that comparison: remat's programs do not yet. Where remat cannot do with as
-    little it takes the least it can.
+    Both overwrite in place what they can. Where remat cannot do with as little it takes the least it can.
     """
     from .graph import inplace_ops
     from .graph.op_costs import estimated

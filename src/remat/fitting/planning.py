@@ -77,11 +77,13 @@ class Division:
     Attributes:
         shares: one for each loop.
         peak_bytes: predicted: most bytes at any moment of the step.
+        most_bytes: the same if loops took all they may, as plans from other measurements of time might.
         outside_bytes: most bytes outside of the loops.
     """
 
     shares: tuple[Share, ...]
     peak_bytes: int
+    most_bytes: int
     outside_bytes: int
 
 
@@ -181,20 +183,22 @@ def divided(budget_bytes: int, outside: Sequence[Phase], loops: Sequence[Loop], 
 
     def at(share: float) -> Division:
         shares = tuple(_share(cost, int(cost.least_bytes + share * _more(cost))) for cost in costs)
-        return Division(shares, _peak(outside, shares), max(phase.peak_bytes for phase in outside))
+        peaks, most = [each.peak_bytes for each in shares], [each.budget_bytes for each in shares]
+        beside = max(phase.peak_bytes for phase in outside)
+        return Division(shares, _peak(outside, shares, peaks), _peak(outside, shares, most), beside)
 
     best, limit = at(0.0), budget_bytes * _PERCENT_USED // 100
-    if best.peak_bytes > limit:
-        least = best.peak_bytes * 100 // _PERCENT_USED + 1
+    if best.most_bytes > limit:
+        least = best.most_bytes * 100 // _PERCENT_USED + 1
         parts = {loop.name: cost.least_bytes for loop, cost in zip(loops, costs, strict=True)}
         raise InfeasibleBudget(budget_bytes, least, {"outside of the loops": best.outside_bytes, **parts})
-    if (whole := at(1.0)).peak_bytes <= limit:
+    if (whole := at(1.0)).most_bytes <= limit:
         return whole
     low, high = 0.0, 1.0
     for _ in range(_STEPS):
         middle = (low + high) / 2
         tried = at(middle)
-        if tried.peak_bytes <= limit:
+        if tried.most_bytes <= limit:
             low, best = middle, tried
         else:
             high = middle
@@ -233,8 +237,8 @@ def _planned(chain: Chain, budget_bytes: int) -> Share:
     return Share(budget_bytes, made.peak_bytes, kept, left, made)
 
 
-def _peak(outside: Sequence[Phase], shares: Sequence[Share]) -> int:
-    """Most bytes at any moment of the step."""
+def _peak(outside: Sequence[Phase], shares: Sequence[Share], taken: Sequence[int]) -> int:
+    """Most bytes at any moment of the step, each loop taking so many while it is at work."""
     held = [0] * len(shares)
     peak = 0
     for phase in outside:
@@ -243,6 +247,6 @@ def _peak(outside: Sequence[Phase], shares: Sequence[Share]) -> int:
             share = shares[phase.loop]
             held[phase.loop] = 0
             level = phase.level_bytes - phase.arriving_bytes  # which are part of the loop's plan
-            peak = max(peak, level + sum(held) + share.peak_bytes)
+            peak = max(peak, level + sum(held) + taken[phase.loop])
             held[phase.loop] = share.left_bytes if phase.backward else share.kept_bytes
     return peak

@@ -210,17 +210,15 @@ def _first_line(error: Exception) -> str:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put back what the body has changed: buffers (on fake tensors too, counters are), attributes, random streams.
 
-    Autocast keeps casts of weights until its region ends. The body's are fake, or know no gradient, so it keeps none.
+    Autocast keeps casts of weights until its region ends. The body's are fake, or know no gradient, so none stay.
     """
     reached = reach(model)
     sources = (*random_sources(_devices(model), reached.generators), *mutable_sources(reached))
     before = [source.get() for source in sources]
-    caching = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        with Surroundings({device.type for device in _devices(model)}).own_cast_cache():
+            yield
     finally:
-        torch.set_autocast_cache_enabled(caching)
         for source, state in zip(sources, before, strict=True):
             if not source.same(state, source.get()):
                 source.set(state)

@@ -282,9 +282,9 @@ model = nn.Linear(2, 2)
 def test_a_network_is_profiled_into_a_file_and_planned(
     meta: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.py").write_text(NETWORK)
+    (tmp_path / "profiled_net.py").write_text(NETWORK)
     monkeypatch.chdir(tmp_path)
-    assert main(["profile", "mine.py:blocks", "--input", "16x8", "--save", "chain.json", *meta]) == 0
+    assert main(["profile", "profiled_net.py:blocks", "--input", "16x8", "--save", "chain.json", *meta]) == 0
     out = capsys.readouterr().out
     assert "10 blocks; keeping everything takes" in out
     chain = Chain.from_json((tmp_path / "chain.json").read_bytes())
@@ -292,26 +292,26 @@ def test_a_network_is_profiled_into_a_file_and_planned(
     assert chain.carry_bytes(3) == 16 * 8 * 4
     assert main(["plan", "chain.json", "--budget", "1MiB", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 10
-    assert main(["profile", "mine:masked", "--input", "4,8", "--input", "4,8:bool", "--save", "-", *meta]) == 0
+    assert main(["profile", "profiled_net:masked", "--input", "4,8", "--input", "4,8:bool", "--save", "-", *meta]) == 0
     assert Chain.from_json(capsys.readouterr().out).length == 3
 
 
 @pytest.mark.parametrize(
     ("command", "complaint"),
     [
-        ("profile mine.py:blocks", "--input"),
-        ("profile mine.py:blocks --input 4y8", "must be a shape like"),
-        ("profile mine.py:blocks --input 4x8:integer", "names no dtype"),
-        ("profile mine.py --input 4x8", "must be MODULE:FUNCTION"),
+        ("profile profiled_net.py:blocks", "--input"),
+        ("profile profiled_net.py:blocks --input 4y8", "must be a shape like"),
+        ("profile profiled_net.py:blocks --input 4x8:integer", "names no dtype"),
+        ("profile profiled_net.py --input 4x8", "must be MODULE:FUNCTION"),
         ("profile none.py:blocks --input 4x8", "none.py"),
-        ("profile mine.py:layers --input 4x8", "layers"),
-        ("profile mine.py:model --input 4x2", "gives Linear, and blocks are profiled"),
+        ("profile profiled_net.py:layers --input 4x8", "layers"),
+        ("profile profiled_net.py:model --input 4x2", "gives Linear, and blocks are profiled"),
     ],
 )
 def test_what_is_wrong_with_a_network_is_said_in_a_line(
     command: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.py").write_text(NETWORK)
+    (tmp_path / "profiled_net.py").write_text(NETWORK)
     monkeypatch.chdir(tmp_path)
     assert main(command.split()) == 2
     error = capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from remat.chains import Chain, Stage, Tape
 from remat.cli import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -26,5 +27,7 @@ def test_its_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.parametrize("command", re.findall(r"^\.venv/bin/remat (plan .*)$", README, re.MULTILINE))
-def test_its_commands(command: str) -> None:
+def test_its_commands(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chain.json").write_bytes(Chain.repeat(Stage(2**20, (Tape(2**22),)), 100).to_json())  # profiled before
     assert main(shlex.split(command, comments=True)) == 0

@@ -129,11 +129,16 @@ def states_on_the_way() -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
     return states
 
 
-ERRORS = [ValueError("in a step"), KeyboardInterrupt(), torch.OutOfMemoryError("simulated")]
+ERRORS = [
+    ("constant", KeyboardInterrupt()),
+    ("tight", ValueError("in a step")),
+    ("tight", KeyboardInterrupt()),
+    ("tight", torch.OutOfMemoryError("simulated")),
+    ("ample", torch.OutOfMemoryError("simulated")),
+]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@levels
+@pytest.mark.parametrize(("level", "error"), ERRORS, ids=lambda it: it if isinstance(it, str) else type(it).__name__)
 def test_an_error_in_any_call_of_a_step_leaves_nothing_behind(level: str, error: BaseException) -> None:
     loop = partial(remat.scan, **settings_at(breaking(), level))
     expected = observe(plain_scan, breaking())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from remat.blocks.block import Block
 from remat.blocks.plain import _walked, plain
@@ -20,6 +22,8 @@ class Bag(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.sizes, self.name = 0.5, (1, 2), "bag"
+        self.config = SimpleNamespace(width=3, names=["a"], more=SimpleNamespace(dtype=torch.float32, share=0.5))
+        self.rule = functional.relu
         self.inner = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Linear(4, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,6 +43,13 @@ CHANGES: dict[str, Callable[[Bag], object]] = {
     "one less": lambda bag: delattr(bag, "name"),
     "a float that becomes 0": lambda bag: setattr(bag, "scale", 0.0),
     "a tuple": lambda bag: setattr(bag, "sizes", (1, 3)),
+    "what an object of settings holds": lambda bag: setattr(bag.config, "width", 4),
+    "a list in it": lambda bag: bag.config.names.append("b"),
+    "an object in it": lambda bag: setattr(bag.config.more, "dtype", torch.float64),
+    "more in it": lambda bag: setattr(bag.config, "height", 1),
+    "a tensor in it": lambda bag: setattr(bag.config, "width", torch.zeros(2)),
+    "another object": lambda bag: setattr(bag, "config", SimpleNamespace()),
+    "another function": lambda bag: setattr(bag, "rule", functional.relu6),
     "frozen": lambda bag: bag.inner[2].weight.requires_grad_(False),
     "a gradient": lambda bag: setattr(bag.inner[2].weight, "grad", torch.zeros(4, 4)),
     "another dtype": lambda bag: bag.inner[2].double(),

@@ -1,5 +1,7 @@
 """The quick walk: what a block can reach that is a module of nothing but parameters, buffers and plain settings.
 
+Settings may lie in objects that hold nothing else, as configurations do, and be functions of installed packages.
+
 What it found is remembered with the module. In later calls a look suffices that tells whether anything has changed
 since: types, hooks, settings, which tensors are held, and of tensors what decides about costs.
 """
@@ -10,6 +12,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Hashable
+from copy import deepcopy
 from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -62,7 +65,7 @@ class _Visited:
 
     def __init__(self, module: torch.nn.Module | None, own: _Own, values: dict[str, Any]) -> None:
         self._module, self._own, self._kind = module, own, own.kind
-        self._plain, self._others = own.plain(values), own.frozen(values)
+        self._plain, self._others = own.plain(values), deepcopy(own.inside(values))
         self._inside = _inside(values)
 
     def same(self, first: torch.nn.Module) -> bool:
@@ -74,9 +77,17 @@ class _Visited:
             and len(values) == own.size
             and not any(_hooks(values))
             and own.plain(values) == self._plain
-            and (not own.others or own.frozen(values) == self._others)
+            and (not own.others or _equal(own.inside(values), self._others))
             and _inside(values) == self._inside
         )
+
+
+def _equal(one: list[Any], other: list[Any]) -> bool:
+    """Whether settings are equal; what is no setting any more may not even compare."""
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):
+        return False
 
 
 _hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -112,6 +123,18 @@ class Seen:
         return all(visited.same(module) for visited in self._visited) and self._likes == [*map(_like, self.tensors)]
 
 
+class Around(torch.nn.Module):
+    """A module that only calls another, in a way that a value says all about.
+
+    Attributes:
+        block: the other.
+        manner: how it is called; None if no value tells.
+    """
+
+    block: torch.nn.Module
+    manner: Hashable | None
+
+
 _seen: dict[int, tuple[weakref.ref[torch.nn.Module], Seen]] = {}  # by id of the module
 
 
@@ -119,6 +142,9 @@ def plain(function: Any) -> Seen | None:
     """What there is of a module that holds nothing but tensors and settings; None if it holds more."""
     if not isinstance(function, torch.nn.Module):
         return None
+    if isinstance(function, Around):
+        inner = plain(function.block) if function.manner is not None else None
+        return inner and Seen(inner.tensors, inner.buffers, (type(function), function.manner, inner.key), [])
     number = id(function)
     before = _seen.get(number)
     if before is not None and before[0]() is function and before[1].still(function):
@@ -172,9 +198,9 @@ class _Own(NamedTuple):
     others: tuple[str, ...]
     names: frozenset[str]
 
-    def frozen(self, values: dict[str, Any]) -> list[Any]:
-        """The others, lists as tuples."""
-        return [tuple(value) if type(value := values[name]) is list else value for name in self.others]
+    def inside(self, values: dict[str, Any]) -> list[Any]:
+        """The others, objects of settings as what they hold now."""
+        return [vars(value) if type(value := values[name]) in _holders else value for name in self.others]
 
 
 _own: dict[tuple[type, int, int], _Own] = {}
@@ -210,20 +236,51 @@ def _settings(module: torch.nn.Module, values: dict[str, Any], settings: list[An
     for name in own.others:
         value = values[name]
         sort = type(value)
-        if sort in _DIRECT:
-            settings.append(value)
-        elif sort is float:
+        if sort is float:
             settings.append(value != 0)  # it matters at most whether it is 0
-        elif (sort is tuple or (library and sort is list)) and _DIRECT.issuperset(map(type, value)):
-            settings.append(tuple(value))
-        else:
+            continue
+        setting = _setting(value, lists=installed(kind.__module__))
+        if setting is None:
             return None
+        settings.append(setting)
     return own
 
 
 _DIRECT: Final = frozenset({int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
+_holders: set[type] = set()  # of settings: objects that hold nothing else
+
+
+def _setting(value: Any, *, lists: bool = True) -> Hashable | None:
+    """A value that is equal for equal settings; None if there is more to it, or it is a list and lists are none."""
+    sort = type(value)
+    if sort in _DIRECT or sort is float:
+        return sort, value
+    if sort in (tuple, set, frozenset) or (lists and sort is list):
+        parts = [_setting(item) for item in value]
+        return None if None in parts else (sort, tuple(parts) if sort in (tuple, list) else frozenset(parts))
+    if sort is dict and lists:
+        parts = [_setting(item) for item in (*value, *value.values())]
+        return None if None in parts else (sort, tuple(parts))
+    if sort is types.FunctionType:
+        return value if installed(value.__module__) and not value.__closure__ and not vars(value) else None
+    if not installed(sort.__module__) or not hasattr(value, "__dict__") or not _holds_settings(value):
+        return None
+    held = _setting(vars(value))
+    if held is not None:
+        _holders.add(sort)
+    return held and (sort, held)
+
+
+def _holds_settings(value: Any) -> bool:
+    """Whether an object is no more than its attributes say: never called, without data of C's."""
+    return not isinstance(value, torch.nn.Module | torch.Tensor | type | types.ModuleType) and (
+        type(value).__basicsize__ <= object.__basicsize__ + _POINTERS and not callable(value)
+    )
+
+
+_POINTERS: Final = 16  # bytes of a `__dict__` and of weak references
 _plain_classes: dict[type, bool] = {}
 
 

@@ -12,13 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..blocks.plain import Around
+from ..captures import ATOMS
 from ..errors import StepError
 from ..trees import Leaves, Mismatch
 from .loops import BlockCall, Loop
 from .pending import Pending, PendingUse
 
 
-class Stage(nn.Module):
+class Stage(Around):
     """A block as a stage of a chain: from one carry to the next.
 
     Args:
@@ -33,6 +35,8 @@ class Stage(nn.Module):
         self._arguments, self._result = call.arguments, call.result
         self._takes, self._leaving = call.takes, call.leaving
         self._shared, self._values = shared, values
+        plain = all(isinstance(value, ATOMS) for value in values)
+        self.manner = (call.arguments, call.result, call.takes, call.leaving, shared, tuple(values)) if plain else None
 
     def forward(self, carry: tuple[Tensor, ...], *shared: Tensor) -> tuple[Tensor, ...]:
         """The next carry."""

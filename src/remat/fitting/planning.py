@@ -135,12 +135,8 @@ def _chain_cost(gathered: Gathered) -> Cost:
     given = (gathered.stages, gathered.carry, *gathered.shared)
     if not needs_gradient(gathered):
         return Cost(0, 0, Chain(()))
-    try:
-        least = plan_chain(*given, budget=1).peak_bytes
-    except InfeasibleBudget as error:
-        least = error.smallest_budget_bytes
-    whole = plan_chain(*given, budget=_WHOLE, planner="keep-all")
-    return Cost(least, max(least, whole.peak_bytes), whole.chain)
+    # Of the blocks as the model calls them; a call may find a finer cut that needs less, but not one that needs more.
+    return cost_of(plan_chain(*given, budget=_WHOLE, planner="keep-all").chain)
 
 
 def cost_of(chain: Chain) -> Cost:

@@ -296,9 +296,10 @@ def keep(shares: list[list[str]], against: list[list[str]], rounds: int, *, show
 
 
 def main(names: list[str], rounds: int, limit_s: float) -> None:
-    shares: list[list[str]] = []
-    against: list[list[str]] = []
-    for name in names:
+    path = RESULTS / "models.json"
+    before = json.loads(path.read_text()) if path.exists() else {"shares": [], "checkpointing": []}
+    shares, against = ([row for row in before[key] if row[0] not in names] for key in ("shares", "checkpointing"))
+    for name in names:  # what is not run keeps its rows
         found = asked(name, rounds, limit_s)
         shares += found["shares"]
         against += found["checkpointing"]
@@ -313,7 +314,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit-s", type=float, default=120, help="seconds for one model")
+    parser.add_argument("--limit-s", type=float, default=240, help="seconds for one model")
     parser.add_argument("--one", choices=list(CASES), help="one model here, as JSON")
     given = parser.parse_args()
     if given.one:

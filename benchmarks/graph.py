@@ -249,6 +249,7 @@ class Bench:
         for _ in range(_GRAPHS):
             try:
                 self.outcome(self.within(smallest or 1))
+                torch._dynamo.reset()  # its cell compiles anew, and shows its own plan
                 return smallest
             except Exception as refused:
                 refusal = refusal_in(refused)

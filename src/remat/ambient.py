@@ -338,6 +338,18 @@ class Surroundings:
             with self.own_cast_cache():
                 yield
 
+    def without_autograd(self, job: Callable[[], T]) -> T | None:
+        """What the job returns when autograd is off; None if it cannot do without, as when it takes gradients."""
+        try:
+            with torch.no_grad(), self.own_cast_cache():
+                return job()
+        except StepError:
+            raise
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            return None
+
     def own_cast_cache(self) -> AbstractContextManager[None]:
         """Autocast keeps casts of weights; none may cross into or out of the body.
 

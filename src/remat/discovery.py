@@ -104,17 +104,13 @@ class Discovery:
             yield
 
     def _without_autograd(self, carry: Leaves) -> Leaves | None:
-        """What the step returns when autograd is off; None if it cannot do without, as when it takes gradients."""
-        try:
-            with torch.no_grad(), self.call.surroundings.own_cast_cache():
-                after, outputs = self.loop.run(0, carry, self.loop.inputs(0, recording=False), first=True)
-        except StepError:
-            raise
-        except RuntimeError as error:
-            if "does not require grad" not in str(error):
-                raise
-            return None
-        return [*after, *outputs]
+        """What the step returns when autograd is off; None if it cannot do without."""
+
+        def job() -> Leaves:
+            after, outputs = self.loop.run(0, carry, self.loop.inputs(0, recording=False), first=True)
+            return [*after, *outputs]
+
+        return self.call.surroundings.without_autograd(job)
 
     def _record(self, index: int, leaves: Leaves, needs: Flags) -> tuple[Leaves, Leaves, frozenset[int]]:
         """Carry and outputs of a recorded step, and the leaves in places that no gradient would flow into."""

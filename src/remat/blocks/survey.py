@@ -292,20 +292,14 @@ class _Look:
         return Blocks([self.block.function], self.structure, [changes], self.walk.arguments, self.walk.keywords)
 
     def _without_autograd(self, carry: Leaves) -> tuple[Structure, Leaves] | None:
-        """What the block returns when autograd is off; None if it cannot do without, as when it takes gradients."""
+        """What the block returns when autograd is off; None if it cannot do without."""
         stages = self.stages()
-        try:
-            with torch.no_grad(), self.walk.surroundings.own_cast_cache():
-                after, _ = stages.run(0, carry, [], first=True)
-        except StepError:
-            raise
-        except RuntimeError as error:
-            if "does not require grad" not in str(error):
-                raise
+        ran = self.walk.surroundings.without_autograd(lambda: stages.run(0, carry, [], first=True))
+        if ran is None:
             return None
         structure = stages.structures[1]
         assert structure is not None
-        return structure, after
+        return structure, ran[0]
 
     def _changes(self, states: States) -> list[int]:
         changes = [

@@ -93,11 +93,6 @@ class Liveness:
         """Most bytes alive at any moment."""
         return max(self.during, default=0)
 
-    @property
-    def peak_step(self) -> int:
-        """The first step that reaches it."""
-        return self.during.index(self.peak_bytes)
-
 
 def liveness(
     graph: Graph, program: Program, *, gradients_exist: bool = False, in_place: Mapping[int, int] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -96,17 +96,6 @@ def remove_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not is_random(node):
             graph.erase_node(node)
-
-
-def copy_nodes(
-    source: fx.Graph, into: fx.Graph, wanted: set[fx.Node], known: Mapping[fx.Node, fx.Node]
-) -> dict[fx.Node, fx.Node]:
-    """Copy the wanted computations in their order; `known` maps what is there already."""
-    copies = dict(known)
-    for node in source.nodes:
-        if node in wanted and node not in copies:
-            copies[node] = into.node_copy(node, lambda argument: copies[argument])
-    return copies
 
 
 def placeholder(graph: fx.Graph, name: str, value: Any) -> fx.Node:

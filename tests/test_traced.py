@@ -160,6 +160,27 @@ def test_the_budget_holds_and_the_prediction_is_true(name: str) -> None:
         assert made.peak_bytes - peak <= (0.02 if budget > least else 0.15) * budget
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_convolutions_have_channels_last_inside_and_the_callers_layout_outside(kernel: int) -> None:
+    conv, grid = nn.Conv2d(3, 3, kernel, padding=kernel // 2), torch.randn(2, 3, 4, 5, requires_grad=True)
+
+    def step(grid: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        grid = torch.tanh(conv(grid) + x)
+        return grid, grid.mean((2, 3))
+
+    xs, weights = torch.randn(9, 2, 3, 4, 5), list(conv.parameters())
+    carry, ys = remat.scan(step, grid, xs, budget="1MiB", compile="python")
+    expected, others = plain_scan(step, grid, xs)
+    assert carry.stride() == expected.stride()
+    ours = torch.autograd.grad(ys.sum() + carry.square().sum(), [grid, *weights])
+    theirs = torch.autograd.grad(others.sum() + expected.square().sum(), [grid, *weights])
+    torch.testing.assert_close((carry, ys, *ours), (expected, others, *theirs), check_stride=True)
+    structures = Structure(grid), [grid], Structure(xs[0]), [xs[0]]
+    traced = Traced(Problem(step, *structures, (True,), weights, weights))
+    inside = traced.joint.carries[0].meta["val"]
+    assert inside.is_contiguous(memory_format=torch.channels_last) is (kernel == 3)
+
+
 def test_the_graph_is_made_again_where_anything_differs() -> None:
     w = torch.randn(6, 6, requires_grad=True)
     settings = {"rate": 0.1}

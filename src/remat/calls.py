@@ -294,9 +294,15 @@ class Call:
         stages = TracedStages(traced, loop, [found[number] for number in traced.externals])
         firsts = [self._first_place.get(place, place) for place in range(len(carry))]
         recorder = TracedRanges(stages, length, captured=Captured(self.captured), firsts=firsts, entry=self.entry)
-        carry = [leaf.detach().contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in carry]
         return Interpreter(
-            stages, recorder, actions, length, carry, states=states, surroundings=self.surroundings, needs=needs
+            stages,
+            recorder,
+            actions,
+            length,
+            traced.laid_out(carry),
+            states=states,
+            surroundings=self.surroundings,
+            needs=needs,
         )
 
     def found(self) -> list[torch.Tensor]:

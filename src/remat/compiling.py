@@ -97,7 +97,7 @@ def _compare(call: Call, nature: Nature, traced: Traced, states: States) -> None
     carry = detached(call.carry)
     with torch.no_grad():
         states.restart()
-        ours = stages.run(0, _contiguous(carry), loop.inputs(0, recording=False), first=True)
+        ours = stages.run(0, traced.laid_out(carry), loop.inputs(0, recording=False), first=True)
     with torch.enable_grad():
         states.restart()
         for leaf, need in zip(carry, nature.needed.carry, strict=True):
@@ -107,10 +107,6 @@ def _compare(call: Call, nature: Nature, traced: Traced, states: States) -> None
     for a, b in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
         if isinstance(b, torch.Tensor) and not _alike(a, b):
             raise NotTraceable("its graph gives other results than the step itself")
-
-
-def _contiguous(carry: Leaves) -> Leaves:
-    return [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in carry]
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

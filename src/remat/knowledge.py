@@ -184,10 +184,19 @@ def _menu_costs(call: Call, nature: Nature, limit: int, input_gradient_bytes: in
         found.append(measure_step(call, nature, limit, input_gradient_bytes, OnDevice(call.device)))
     call.entry = 0
     names = [menu.entry.name for menu in call.traced.menu]
-    tapes = [msgspec.structs.replace(costs.stage.menu[0], name=name) for name, costs in zip(names, found, strict=True)]
+    returned = call.traced.returned_bytes  # the final carry is copied for the caller, and its gradient for the graph
+    tapes = [
+        msgspec.structs.replace(tape, name=name, workspace_bytes=max(tape.workspace_bytes, returned))
+        for name, tape in zip(names, (costs.stage.menu[0] for costs in found), strict=True)
+    ]
     stage = msgspec.structs.replace(found[0].stage, menu=tuple(tapes))
     shared = call.traced.shared_bytes + call.traced.copied_bytes(call.carry)
-    return replace(found[0], stage=stage, state_bytes=found[0].state_bytes + shared)
+    return replace(
+        found[0],
+        stage=stage,
+        state_bytes=found[0].state_bytes + shared,
+        final_gradient_bytes=found[0].final_gradient_bytes + returned,
+    )
 
 
 def measure_step(

@@ -1,6 +1,7 @@
 """A step as a graph: traced once, split into forward and backward, lowered, and run in place of the step.
 
 tracing      the step and its derivative as one functional graph over aten operators, or a reason why not
+layouts      channels last, where a step convolves
 graphs       small tools on such graphs: what depends on what, simplification, copying of parts
 splitting    what is kept between forward and backward, by cut
 deferring    gradients of parameters as a few products over many steps

@@ -122,8 +122,10 @@ def deferred(parts: Parts) -> dict[int, tuple[Branch, ...]]:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """What a node is a reshaping of, as far as the order in memory stays."""
-    while name_of(node) in _RESHAPES and value_of(_first(node)).is_contiguous() and value_of(node).is_contiguous():
+    """What a node is a reshaping of, as far as the order in memory stays, or a copy of, with channels last."""
+    while node.kwargs.get("memory_format") is torch.channels_last or (
+        name_of(node) in _RESHAPES and value_of(_first(node)).is_contiguous() and value_of(node).is_contiguous()
+    ):
         node = _first(node)
     return node
 

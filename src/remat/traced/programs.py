@@ -16,6 +16,7 @@ from torch import fx
 
 from .deferring import Branch, Link, Operand, Term, deferred
 from .graphs import ancestors, aten, is_random, name_of, placeholder, value_of
+from .layouts import blank, format_of
 from .splitting import Entry, Parts
 from .tracing import Joint
 
@@ -56,10 +57,10 @@ class Builder:
         self.zeros: set[fx.Node] = set()
 
     def take(self, where: list[Key], key: Key, like: fx.Node, *, stands_for: fx.Node | None = None) -> fx.Node:
-        """A placeholder with the value of a node; contiguous, unless it stands for an input."""
+        """A placeholder with the value of a node; laid out in one of our ways, unless it stands for an input."""
         value = value_of(like)
         if key[0] not in ("input", "shared"):
-            value = _contiguous(value)
+            value = _in_layout(value)
         made = placeholder(self.program.graph, f"{key[0]}_{key[1]}", value)
         where.append(key)
         if stands_for is not None:
@@ -93,7 +94,7 @@ class Builder:
             self.known[argument] = made = self.program.graph.call_function(
                 aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device}
             )
-            made.meta["val"] = _contiguous(value)
+            made.meta["val"] = value.new_empty(value.shape)
         made = self.program.graph.node_copy(node, lambda argument: self.known[argument])
         if name_of(node) == "aten.convolution_backward.default":
             used = {user.args[1] for user in node.users if user in wanted}
@@ -134,8 +135,8 @@ def remove_dead_but_writes(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _contiguous(value: torch.Tensor) -> torch.Tensor:
-    return value if value.is_contiguous() else value.new_empty(value.shape)
+def _in_layout(value: torch.Tensor) -> torch.Tensor:
+    return value if value.is_contiguous(memory_format=format_of(value)) else blank(value)
 
 
 def hoisted_nodes(parts: Parts) -> dict[fx.Node, int]:

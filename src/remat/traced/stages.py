@@ -18,6 +18,7 @@ from ..sums import Captured
 from ..trees import Leaves
 from .deferring import Operand, Term
 from .graphs import value_of
+from .layouts import format_of, laid_out, stacked
 from .programs import Arriving, Key
 from .sums import Sums, steps_together
 from .traced import Menu, Ready, Traced
@@ -92,8 +93,11 @@ class _Step:
 
 
 def _maker(value: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Makes contiguous memory for such a value, without looking at it again."""
-    return partial(torch.empty(0, dtype=value.dtype, device=value.device).new_empty, tuple(value.shape))
+    """Makes memory for such a value, without looking at it again."""
+    empty = torch.empty(0, dtype=value.dtype, device=value.device)
+    if format_of(value) is torch.contiguous_format:
+        return partial(empty.new_empty, tuple(value.shape))
+    return partial(empty.new_empty_strided, tuple(value.shape), value.stride())
 
 
 @dataclass(slots=True)
@@ -163,7 +167,7 @@ class TracedRanges:
         steps = range(action.start, action.stop)
         with _as_traced():
             carry = take().leaves
-            stacks = {key: _stack(len(steps), value) for key, value in way.menu.stacked()}
+            stacks = {key: stacked(value, len(steps)) for key, value in way.menu.stacked()}
             columns = self._columns(ready, steps, stacks, carry)
             for index, column in zip(steps, _rows(columns, len(steps)), strict=True):
                 found = run(*[carry[k] for k in threaded], *column, *bound)
@@ -200,7 +204,8 @@ class TracedRanges:
     def backward(self, tape: _Tape, adjoint: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """See `Recorder`."""
         width, way = len(adjoint), self._way(tape.entry)
-        there = {place: gradient.contiguous() for place, gradient in enumerate(adjoint) if gradient is not None}
+        carries = self.stages.traced.joint.carries
+        there = {k: laid_out(each, value_of(carries[k])) for k, each in enumerate(adjoint) if each is not None}
         adjoint.clear()
         arriving = Arriving(frozenset(there), frozenset(self.output_gradients))
         with _as_traced():
@@ -220,6 +225,7 @@ class TracedRanges:
                     self.captured.gradients[number] = gradient if before is None else before.add_(gradient)
                 way.sums = None
         for place in sorted(there):
+            there[place] = there[place].contiguous()
             first = self._firsts[place]
             if first != place:
                 gradient = there.pop(place)
@@ -326,13 +332,11 @@ def _rows(columns: list[Any], count: int) -> Any:
     return zip(*columns, strict=True) if columns else iter([()] * count)
 
 
-def _stack(steps: int, value: torch.Tensor) -> torch.Tensor:
-    return torch.empty((steps, *value.shape), dtype=value.dtype, device=value.device)
-
-
 def _slots(operand: Operand, steps: int) -> tuple[torch.Tensor, int]:
     """Slots for an operand of some steps, and the dimension of time."""
     value = value_of(operand.node)
+    if not operand.swapped and not operand.batch:
+        return stacked(value, steps), 0
     shape = list(value.shape)
     if operand.swapped:
         shape[-2:] = shape[:-3:-1]

@@ -13,6 +13,7 @@ from ..recorded import can_need
 from ..trees import Leaves
 from .deferring import Term
 from .graphs import ancestors, base_of_memory, name_of, nbytes, value_of
+from .layouts import format_of, laid_out
 from .lowering import lowered
 from .programs import (
     Arriving,
@@ -173,9 +174,26 @@ class Traced:
         owners = {base_of_memory(node) for node in self.hoisted}
         return sum(nbytes(node) for node in owners - outside)
 
+    def laid_out(self, carry: Leaves) -> Leaves:
+        """An initial carry as programs want it, without history."""
+        return [
+            laid_out(leaf.detach(), value_of(self.joint.carries[place])) if isinstance(leaf, torch.Tensor) else leaf
+            for place, leaf in enumerate(carry)
+        ]
+
     def copied_bytes(self, carry: Leaves) -> int:
         """Bytes of the copies of an initial carry that is not laid out as programs want it."""
-        return sum(leaf.nbytes for leaf in carry if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous())
+        formats = {place: format_of(value_of(node)) for place, node in self.joint.carries.items()}
+        return sum(
+            leaf.nbytes
+            for place, leaf in enumerate(carry)
+            if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous(memory_format=formats[place])
+        )
+
+    @property
+    def returned_bytes(self) -> int:
+        """Bytes of the copies of a final carry that is not laid out as callers want it."""
+        return sum(nbytes(node) for node in self.joint.carries.values() if not value_of(node).is_contiguous())
 
     def shared(self, externals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What is the same in every step, of the tensors that it uses."""
@@ -214,5 +232,5 @@ class Traced:
         marked = {}
         for leaf, need in zip(carry, self.needing, strict=True):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in marked:
-                marked[id(leaf)] = leaf.detach().requires_grad_(need and can_need(leaf))
+                marked[id(leaf)] = leaf.detach().contiguous().requires_grad_(need and can_need(leaf))
         return [marked.get(id(leaf), leaf) for leaf in carry]

@@ -17,6 +17,7 @@ from torch import fx
 from ..recorded import can_need, hooks_set_aside
 from ..trees import Leaves, Structure
 from .graphs import is_random, name_of, simplified, value_of
+from .layouts import convolves, lay_out_weights, with_channels_last
 
 
 class NotTraceable(Exception):
@@ -99,10 +100,16 @@ def trace(problem: Problem) -> Joint:
     Raises:
         NotTraceable: there is none.
     """
+    joint = _traced(problem, channels_last=False)
+    if convolves(joint.graph.nodes) and any(map(with_channels_last, problem.carry)):
+        return _traced(problem, channels_last=True)
+    return joint
+
+
+def _traced(problem: Problem, *, channels_last: bool) -> Joint:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = _Tracer(problem, mode)
+    tracer = _Tracer(problem, FakeTensorMode(allow_non_fake_inputs=True), channels_last=channels_last)
     try:
         with hooks_set_aside(problem.captured):
             module, values, tangents = tracer.traced()
@@ -115,20 +122,27 @@ def trace(problem: Problem) -> Joint:
 
 
 class _Tracer:
-    def __init__(self, problem: Problem, mode: Any) -> None:
-        self.problem, self.mode = problem, mode
+    def __init__(self, problem: Problem, mode: Any, *, channels_last: bool) -> None:
+        self.problem, self.mode, self.channels_last = problem, mode, channels_last
         self.seen = _Seen()
         with mode:
-            self.carry = [self._contiguous(leaf) for leaf in problem.carry]
+            self.carry = [self._blank(leaf) for leaf in problem.carry]
             self.inputs = [self._fake(leaf) for leaf in problem.inputs]
 
     def _fake(self, leaf: Any) -> Any:
         return self.mode.from_tensor(leaf.detach(), static_shapes=True) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _contiguous(self, leaf: Any) -> Any:
+    def _blank(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device, memory_format=self._format(leaf))
+
+    def _format(self, leaf: torch.Tensor) -> torch.memory_format:
+        """The layout of what goes from step to step."""
+        return torch.channels_last if self.channels_last and with_channels_last(leaf) else torch.contiguous_format
+
+    def _laid_out(self, leaf: Any) -> Any:
+        return leaf.contiguous(memory_format=self._format(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
     def traced(self) -> tuple[fx.GraphModule, list[torch.Tensor], int]:
         """Run twice: once to see which results need a gradient, once to trace them with their gradients.
@@ -139,7 +153,11 @@ class _Tracer:
         tensors = [leaf for leaf in (*self.carry, *self.inputs) if isinstance(leaf, torch.Tensor)]
         with self.mode:
             results = self._results(tensors)
-            tangents = [self._contiguous(results[number]) for number in self.seen.tangents]
+            after, outputs = len(self.carry), torch.contiguous_format
+            tangents = [
+                self._blank(results[k]) if k < after else torch.empty_like(results[k], memory_format=outputs)
+                for k in self.seen.tangents
+            ]
             module = _make_fx(self._forward_and_backward, (*tensors, *tangents))
         self._check_values()
         lifted, values = _lifted(module)
@@ -160,6 +178,7 @@ class _Tracer:
             if isinstance(leaf, torch.Tensor):
                 carry[place] = leaf.detach().requires_grad_(needs[place] and can_need(leaf))
                 self.wanted += [carry[place]] if carry[place].requires_grad else []
+        self.carries = len(self.wanted)
         for place, leaf in enumerate(inputs):
             if isinstance(leaf, torch.Tensor):
                 inputs[place] = leaf.detach().requires_grad_(problem.inputs[place].requires_grad)
@@ -168,6 +187,7 @@ class _Tracer:
         with torch.enable_grad():
             hooked = [*map(_hooks, carry), *map(_hooks, problem.captured)]
             given = [leaf.clone() if isinstance(leaf, torch.Tensor) and problem.copies else leaf for leaf in carry]
+            inputs = list(map(self._laid_out, inputs)) if self.channels_last else inputs
             result = problem.step(problem.structure.build(given), problem.input_structure.build(inputs))
             if type(result) is not tuple or len(result) != 2:
                 raise NotTraceable("it does not return (carry, y)")
@@ -176,10 +196,7 @@ class _Tracer:
                     "it hangs hooks on its carry or weights, which belong to the whole of their gradients"
                 )
             seen = self.seen
-            seen.after = [
-                leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
-                for leaf in problem.structure.flatten(result[0])
-            ]
+            seen.after = list(map(self._laid_out, problem.structure.flatten(result[0])))
             seen.output_structure = Structure(result[1])
             seen.outputs = seen.output_structure.flatten(result[1])
         results = [*seen.after, *seen.outputs]
@@ -196,7 +213,11 @@ class _Tracer:
             roots = [results[number] for number in self.seen.tangents]
             found = torch.autograd.grad(roots, self.wanted, tensors[count:], allow_unused=True)
         self.seen.gradients = [number for number, gradient in enumerate(found) if gradient is not None]
-        there = [gradient for gradient in found if gradient is not None]
+        there = [
+            self._laid_out(gradient) if number < self.carries else gradient
+            for number, gradient in enumerate(found)
+            if gradient is not None
+        ]
         if _draws() != self.seen.draws:
             raise NotTraceable("it draws random numbers in its backward")
         return [leaf.detach() for leaf in results if isinstance(leaf, torch.Tensor)] + there
@@ -223,6 +244,8 @@ class _Tracer:
         inputs = {k: next(stream) for k, leaf in enumerate(self.inputs) if isinstance(leaf, torch.Tensor)}
         arriving = {number: next(stream) for number, _ in zip(self.seen.tangents, range(tangents), strict=True)}
         externals, constants = self._sorted(dict(zip(stream, values, strict=True)))
+        if self.channels_last:
+            lay_out_weights(graph, set(externals))
         found = list(next(node for node in graph.nodes if node.op == "output").args[0])
         results = [found.pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._all_results()]
         width = len(self.carry)

@@ -318,3 +318,24 @@ def test_the_number_in_the_first_refusal_holds_for_what_comes_late(name: str) ->
     budget = refused.value.smallest_budget_bytes
     for _ in range(2):
         assert peak_of(program, budget=budget) <= budget
+
+
+@pytest.mark.parametrize("planner", ["tight", "constant"])
+def test_what_only_the_first_pass_holds_has_room(planner: str) -> None:
+    """Random streams at the start, beside a step that takes more in its forward than in its backward."""
+    w, start = torch.randn(4, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+
+    def step(h: Tensor, _x: None) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            aside = torch.ones(2**13).sum()
+        h = torch.tanh(h @ w) * aside
+        return h, h
+
+    def train(budget: int) -> None:
+        _, ys = remat.scan(step, start, length=13, budget=budget, planner=planner)
+        torch.autograd.grad(ys.sum(), [w, start])
+
+    with pytest.raises(remat.InfeasibleBudget) as refusal:
+        train(1024)
+    budget = refusal.value.smallest_budget_bytes
+    assert remat.measure(lambda: train(budget)).peak_bytes <= budget

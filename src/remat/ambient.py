@@ -143,6 +143,11 @@ class States:
         return sum(map(_nbytes, (self.start[n] for n in self.watched)))
 
     @property
+    def unmoved_bytes(self) -> int:
+        """Bytes of the states that only a first pass holds, to see whether anything has changed that is not watched."""
+        return sum(map(_nbytes, self.start)) - self.nbytes
+
+    @property
     def passing_bytes(self) -> int:
         """Bytes that a first pass holds for a moment to see whether anything has changed."""
         return 2 * max(map(_nbytes, self.start), default=0)

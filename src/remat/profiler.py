@@ -137,6 +137,7 @@ class Costs:
         sparse_gradient_bytes: bytes by which sparse gradients of captured tensors grow with every step.
         state_bytes: bytes of the states that are kept all the time: those at the start and those after the
             forward.
+        first_pass_bytes: bytes of the states that are held until the forward is over, as nothing changes them.
     """
 
     stage: Stage
@@ -146,32 +147,47 @@ class Costs:
     parameter_gradient_bytes: int
     state_bytes: int = 0
     sparse_gradient_bytes: int = 0
+    first_pass_bytes: int = 0
 
     def chain(self, length: int, input_gradient_bytes: int) -> Chain:
         """The chain of `length` such steps."""
+        output_gradient_bytes = length * self.output_gradient_bytes
         return Chain.repeat(
             self.stage,
             length,
-            output_bytes=length * self.output_bytes + self.state_bytes,
-            output_gradient_bytes=length * self.output_gradient_bytes + self.final_gradient_bytes,
+            output_bytes=length * self.output_bytes + self.state_bytes + self._first_pass_excess(output_gradient_bytes),
+            output_gradient_bytes=output_gradient_bytes + self.final_gradient_bytes,
             input_gradient_bytes=input_gradient_bytes,
             # Sparse gradients are added up by joining them: the sum so far and the new one are there at once.
             parameter_gradient_bytes=self.parameter_gradient_bytes + 2 * length * self.sparse_gradient_bytes,
         )
 
+    def _first_pass_excess(self, output_gradient_bytes: int) -> int:
+        """By how much the forward's peak may lie above the backward's for what only the forward holds.
+
+        The last stage is run in the forward and consumed in the backward, with as much stored. When it is consumed, the
+        gradients of the outputs and the backward's workspace are there instead of what the first pass holds and the
+        forward's workspace.
+        """
+        stage = self.stage
+        running = max(stage.workspace_bytes, *(tape.workspace_bytes for tape in stage.menu))
+        consuming = min(tape.backward_workspace_bytes for tape in stage.menu)
+        return max(self.first_pass_bytes + running - output_gradient_bytes - consuming, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class _Aside:
-    """Bytes beside carries: stored with each, those of states alone, and those held in passing."""
+    """Bytes beside carries: stored with each, of states that change, of those that do not, and held in passing."""
 
     stored: int
     states: int
+    unmoved: int
     passing: int
 
     @classmethod
     def of(cls, interpreter: Interpreter) -> _Aside:
         states = interpreter.states
-        return cls(interpreter.aside_bytes, states.nbytes, states.passing_bytes)
+        return cls(interpreter.aside_bytes, states.nbytes, states.unmoved_bytes, states.passing_bytes)
 
 
 @dataclass(slots=True)
@@ -374,6 +390,7 @@ def _costs(
         parameters[0],
         2 * aside.states,
         -(-parameters[1] // STEPS),
+        aside.unmoved,
     )
 
 

@@ -475,7 +475,7 @@ def test_p17_module_hooks_come_in_pairs_and_can_skip_replays(planner: str) -> No
     assert not remat.is_recomputing()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_p18_function_transforms_work_or_are_refused_in_a_sentence() -> None:
     w, xs = weight().detach(), inputs()
 

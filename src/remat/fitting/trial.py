@@ -21,6 +21,7 @@ from ..captures import reach
 from ..errors import FitError
 from ..estimate import Ledger, Rates
 from ..mutable import mutable_sources
+from ..silence import silence
 from ..streams import random_sources
 from ..trees import Structure
 from . import seams
@@ -128,7 +129,7 @@ class Trials:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        with recomputing(), torch.enable_grad(), self.mode:
+        with recomputing(), silence(), torch.enable_grad(), self.mode:
             yield
 
     # ---- bytes

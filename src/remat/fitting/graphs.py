@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ..errors import FitError, InfeasibleBudget
 from ..sizes import format_bytes
@@ -16,7 +16,7 @@ from .loops import blocks_of
 
 
 class _Enough(Exception):
-    """The graph has been planned: nothing is to be run."""
+    """The graph has been planned and compiled: nothing is to be run yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,48 +56,51 @@ class AsGraph:
 def as_graph(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget_bytes: int, reason: str
 ) -> AsGraph:
-    """Capture and plan a call, without running it.
+    """Capture and plan a call, without running it: what is compiled stops where the graph would begin.
 
     Raises:
         InfeasibleBudget: the budget is too small for any order of the graph.
         FitError: the forward cannot be captured as one graph; says why.
     """
-    from torch._dynamo.backends.common import aot_autograd
+    from ..graph.compilation import Options
+    from ..graph.parts import Model
+    from ..graph.planning import GraphPlan
 
-    from ..graph.compilation import Compilation, Options, is_leaf
+    parts = Model(Options(budget_bytes))
+    plans: list[GraphPlan | None] = []
+    planning = True
 
-    plans: list[Any] = []
+    def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        part = parts.part(module, list(inputs), frame=None, followed=False)
+        plans.append(part.plan)
 
-    def plan_only(module: Any, inputs: Any, **_: Any) -> Any:
-        compilation = Compilation(Options(budget_bytes), [is_leaf(x) for x in inputs])
-        aot_autograd(**compilation.parts)(module, list(inputs))
-        plans.append(compilation.plan)
-        raise _Enough
+        def run(*args: Any) -> Any:
+            if planning:
+                raise _Enough
+            return part(*args)
 
+        call: Callable[..., Any] = torch._dynamo.disable(run, reason="gates are autograd nodes of their own")
+        return call
+
+    def call_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    # What has been compiled is counted by code object; with one of its own, no other model's or budget's count here.
+    call_of.__code__ = call_of.__code__.replace()
+    compiled = torch.compile(call_of, backend=backend, fullgraph=True, dynamic=False)
     seams.remove(blocks_of(model))
     try:
-        torch.compile(_call, backend=plan_only, fullgraph=True, dynamic=False)(model, args, kwargs)
+        compiled(model, args, kwargs)
     except Exception as error:
         if refused := _cause(error, InfeasibleBudget):
             raise refused from None
         if _cause(error, _Enough) is None:
             raise FitError(f"its forward cannot be captured as one graph: {_first_line(error)}") from error
+    planning = False
     if not plans or plans[0] is None:
         raise FitError("nothing in its captured forward needs a gradient")
     made = plans[0]
-    # A function of its own, so that what is compiled for one budget does not count against another's limit.
-    compiled = torch.compile(
-        lambda model, args, kwargs: model._call_impl(*args, **kwargs),
-        backend="remat",
-        fullgraph=True,
-        dynamic=False,
-        options={"budget": budget_bytes},
-    )
     return AsGraph(made.peak_bytes, made.plain_peak_bytes, made.time_ratio, reason, compiled)
-
-
-def _call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return model._call_impl(*args, **kwargs)
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> Any:

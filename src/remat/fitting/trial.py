@@ -191,8 +191,8 @@ def tried(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
 
     def job() -> Trial:
         trials = Trials(model, args, kwargs)
-        loops = trials.loops()
-        return Trial(loops, outside_of(trials.books(loops)), trials.plain().peak_bytes)
+        loops, plain = trials.loops(), trials.plain()
+        return Trial(loops, outside_of(trials.books(loops) if loops else plain), plain.peak_bytes)
 
     with undisturbed(model):
         try:

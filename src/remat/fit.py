@@ -187,10 +187,12 @@ class Fitted:
         """Equal for calls that are planned alike."""
         structure = Structure((args, kwargs))
         leaves = structure.flatten((args, kwargs))
-        modules = tuple(module.training for module in self.model.modules())
-        parameters = tuple((p.requires_grad, p.dtype, p.device) for p in self.model.parameters())
-        surroundings = Surroundings({p.device.type for p in self.model.parameters()}).key()
-        return structure, tuple(map(_like, leaves)), modules, parameters, surroundings, self.budget_bytes
+        modules = list(self.model.modules())
+        own = [p for module in modules for p in module._parameters.values() if p is not None]
+        training = tuple([module.training for module in modules])
+        parameters = tuple([(p.requires_grad, p.dtype, p.device) for p in own])
+        surroundings = Surroundings({device.type for _, _, device in parameters}).key()
+        return structure, tuple(map(_like, leaves)), training, parameters, surroundings, self.budget_bytes
 
     @staticmethod
     def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

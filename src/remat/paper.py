@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from .ambient import Source
 from .blocks.block import Block, Blocks
 from .blocks.calls import ChainCall
-from .blocks.costs import Subject, measured
+from .blocks.costs import Clock, Subject, measured
 from .blocks.survey import Kind, Known, used_by
 from .calls import Call, Nature
 from .captures import reach
@@ -318,8 +318,7 @@ class _Desk:
         stage, gradients = measured(
             self._subject(block, entering, leaving, sizes, copies=copies, draws=ledger.draws),
             self.call.surroundings,
-            OnPaper(self.rates),
-            0,
+            Clock(OnPaper(self.rates), rounds=0),
         )
         changed = ledger.written - memory
         state_bytes = sum(tensor.nbytes for tensor in block.tensors if storages_of([tensor]) & changed)
@@ -337,6 +336,7 @@ class _Desk:
         needs = [needs_gradient(leaf) for leaf in leaving.leaves]
         captured = used_by(block, self.call.shared, self.call.summed)
         return Subject(
+            sort=block.sort,
             stages=self._stages(block, entering),
             carry=entering.leaves,
             carry_bytes=sizes[0],

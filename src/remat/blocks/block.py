@@ -7,7 +7,7 @@ walked through as a step of `scan` is (`captures.reach`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
@@ -81,6 +81,14 @@ class Block:
     def plain(self) -> bool:
         """Whether it is a module that holds nothing but tensors and settings."""
         return self._buffers is not None
+
+    @property
+    def sort(self) -> Hashable:
+        """Equal for blocks made of the same kinds of parts in the same sizes, whatever their settings."""
+        if not self.plain or not isinstance(self.function, torch.nn.Module):
+            return self.key
+        sizes = tuple((tensor.shape, tensor.dtype) for tensor in self.tensors)
+        return tuple(type(module) for module in self.function.modules()), sizes
 
     @property
     def generators(self) -> list[object]:

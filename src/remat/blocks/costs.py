@@ -5,16 +5,16 @@ The interpreter runs it, so what is measured is what will be done. The rules of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from ..ambient import Source, States, Surroundings
 from ..chains import Stage, Tape
 from ..interpreter import Interpreter
-from ..profiler import Gauge, keeps_less, menu_of, no_collections
+from ..profiler import Gauge, Reading, keeps_less, menu_of, no_collections
 from ..ranges import SELECTIVE, WHOLE, AutogradRanges, Replays
 from ..recorded import Boundary, bytes_of, copied, hooks_set_aside, needs_gradient
 from ..schedules import Advance, Backward, Record
@@ -22,11 +22,14 @@ from ..stages import Stages
 from ..sums import Captured
 from ..trees import Leaves
 
+_ROUNDS: Final = 3  # of seconds, beside the run in which bytes are counted, whose seconds have the meter's in them
+
 
 class Subject(NamedTuple):
     """A block to be measured.
 
     Attributes:
+        sort: what it is made of: blocks of one sort that take the same bytes take the same seconds.
         stages: the block as a chain of one.
         carry: leaves of the carry that enters, those that need a gradient saying so.
         carry_bytes, leaving_bytes: of the carries that enter and leave.
@@ -41,6 +44,7 @@ class Subject(NamedTuple):
         streams: random streams that it draws from.
     """
 
+    sort: Hashable
     stages: Stages
     carry: Leaves
     carry_bytes: int
@@ -56,28 +60,58 @@ class Subject(NamedTuple):
     streams: tuple[Source, ...]
 
 
-def measured(of: Subject, surroundings: Surroundings, gauge: Gauge, rounds: int) -> tuple[Stage, list[int]]:
+class Clock:
+    """Seconds of blocks, taken once of all that are of one sort and take the same bytes.
+
+    So blocks that differ in a number that decides about nothing, as their place among the layers, have equal costs, and
+    noise in a clock does not make plans think one of them cheaper.
+
+    Args:
+        gauge: what measures.
+        rounds: how often seconds are taken; 0: those that come with the bytes will do.
+    """
+
+    def __init__(self, gauge: Gauge, rounds: int = _ROUNDS) -> None:
+        self.gauge, self.rounds = gauge, rounds
+        self._known: dict[Hashable, list[float]] = {}
+
+    def readings(
+        self, sort: Hashable, job: Callable[[Callable[[], object]], list[int]]
+    ) -> tuple[list[Reading], list[int]]:
+        """What happens between the marks of a job, and what it returns."""
+        readings, made = self.gauge.bytes_of(job)
+        readings = readings[1:]
+        if not self.rounds:
+            return readings, made
+        key = sort, tuple((reading.net_bytes, reading.peak_bytes) for reading in readings), tuple(made)
+        if key not in self._known:
+            rounds = [self.gauge.seconds_of(job) for _ in range(self.rounds)]
+            self._known[key] = [min(spans) for spans in zip(*rounds, strict=True)]
+        spans = self._known[key]
+        return [reading._replace(seconds=span) for reading, span in zip(readings, spans, strict=False)], made
+
+
+def measured(of: Subject, surroundings: Surroundings, clock: Clock) -> tuple[Stage, list[int]]:
     """What the block costs as a stage, and the bytes of the gradients of what it has captured, in order.
 
     Args:
         of: the block.
         surroundings: the settings to run under.
-        gauge: what measures.
-        rounds: how often seconds are taken, beside the run whose bytes are counted.
+        clock: what measures.
     """
     with no_collections(), as_they_were([*of.sources, *of.streams]):
-        whole = _Run(of, surroundings, gauge, WHOLE, rounds)
-        others = [] if of.copies else list(_selective(of, surroundings, gauge, rounds))
+        whole = _Run(of, surroundings, clock, WHOLE)
+        others = [] if of.copies else list(_selective(of, surroundings, clock))
     less = (tape for tape in others if keeps_less(tape, whole.tape))
     menu = menu_of(whole.tape, less, whole.advance.seconds)
     workspace = max(whole.advance.peak_bytes - of.leaving_bytes, 0)
     return Stage(of.carry_bytes, menu, forward_s=whole.advance.seconds, workspace_bytes=workspace), whole.gradients
 
 
-def _selective(of: Subject, surroundings: Surroundings, gauge: Gauge, rounds: int) -> Iterator[Tape]:
+def _selective(of: Subject, surroundings: Surroundings, clock: Clock) -> Iterator[Tape]:
     """The selective tape, if the block can have one."""
     with suppress(Exception):  # transforms inside, a backward of its own, ...: it has run whole, so it is the hooks
-        yield _Run(of, surroundings, gauge, SELECTIVE, rounds).tape
+        yield _Run(of, surroundings, clock, SELECTIVE).tape
 
 
 class _Run:
@@ -89,13 +123,9 @@ class _Run:
         gradients: bytes of the gradients of what it has captured.
     """
 
-    def __init__(self, of: Subject, surroundings: Surroundings, gauge: Gauge, entry: int, rounds: int) -> None:
+    def __init__(self, of: Subject, surroundings: Surroundings, clock: Clock, entry: int) -> None:
         self._of, self._surroundings, self._entry = of, surroundings, entry
-        readings, self.gradients = gauge.bytes_of(self._job)
-        readings = readings[1:]
-        for _ in range(rounds):
-            spans = gauge.seconds_of(self._job)
-            readings = [r._replace(seconds=min(r.seconds, span)) for r, span in zip(readings, spans, strict=False)]
+        readings, self.gradients = clock.readings((of.sort, entry), self._job)
         advance, _, record, left, entered, _, backward = readings[:7]
         self.advance = advance
         tape_bytes = max(record.net_bytes - of.leaving_bytes, 0)

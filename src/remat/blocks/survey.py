@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from ..silence import silence
 from ..streams import random_sources
 from ..trees import Leaves, Structure
 from .block import Block, Blocks
-from .costs import Subject, as_they_were, measured
+from .costs import Clock, Subject, as_they_were, measured
 
 
 class MissedTensors(Exception):  # never reaches the user
@@ -86,8 +85,6 @@ class Known:
 
 
 _KEPT: Final = 4096
-_ROUNDS: Final = 2  # of seconds, beside that in which bytes are counted
-_REPEATED: Final = 3  # where kinds of blocks repeat as often on average; else one has to do
 _known: dict[Hashable, Known] = {}
 
 
@@ -144,18 +141,13 @@ class _Walk:
     ) -> None:
         self.blocks, self.shared, self.summed, self.streams = blocks, shared, summed, streams
         self.arguments, self.keywords = arguments, keywords
-        self.surroundings, self.gauge = surroundings, gauge
+        self.surroundings, self.clock = surroundings, Clock(gauge)
         self._structure, self._carry = structure, carry
         self._kind = Kind.of(structure, carry)
         self._at = 0  # the carry at hand enters this block
         places = Structure((arguments, keywords))
         around = tuple(map(_kind, places.flatten((arguments, keywords))))
         self._around = (places, around, surroundings.key(), torch.get_num_threads(), gauge)
-
-    @cached_property
-    def rounds(self) -> int:
-        """How often seconds are taken."""
-        return 0 if len({block.key for block in self.blocks}) > len(self.blocks) // _REPEATED else _ROUNDS
 
     def all(self, seen: Callable[[], object]) -> list[Known]:
         """What is known of every block."""
@@ -173,6 +165,11 @@ class _Walk:
             self._kind = known.leaving
             seen()
         return found
+
+    @property
+    def entering(self) -> Kind:
+        """The kind of the carry that enters the block at hand."""
+        return self._kind
 
     def _look(self, block: Block, before: list[Known]) -> Known:
         """Go to a block that is new, and look at it."""
@@ -268,6 +265,7 @@ class _Look:
         del after, plain
         stage, gradients = measured(
             Subject(
+                (self.block.sort, self.walk.entering),
                 self.stages([self.sources[number] for number in own]),
                 self.carry,
                 *sizes,
@@ -282,8 +280,7 @@ class _Look:
                 tuple(self.walk.streams[number] for number in draws),
             ),
             self.walk.surroundings,
-            self.walk.gauge,
-            self.walk.rounds,
+            self.walk.clock,
         )
         return Known(leaving, *sizes, copies, aliases, not same, own, state_bytes, draws, stage, tuple(gradients))
 

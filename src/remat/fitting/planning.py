@@ -162,8 +162,9 @@ def _recurrent_cost(gathered: Gathered, budget_bytes: int) -> Cost:
 
 def needs_gradient(gathered: Gathered) -> bool:
     """Whether anything in a loop has a gradient."""
-    tensors = [*gathered.carry, *gathered.shared, *(p for stage in gathered.stages for p in stage.parameters())]
-    return any(tensor.requires_grad for tensor in tensors)
+    if any(tensor.requires_grad for tensor in (*gathered.carry, *gathered.shared)):
+        return True
+    return any(parameter.requires_grad for stage in gathered.stages for parameter in stage.parameters())
 
 
 # ---- who gets how much

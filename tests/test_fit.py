@@ -307,6 +307,17 @@ def test_a_forward_without_blocks_is_captured_as_a_graph() -> None:
     assert peak_bytes <= 0.5 * plain_bytes
 
 
+def test_a_graph_is_compiled_once_however_many_there_are() -> None:
+    """Once for each model and budget, when it is planned; others of their kind do not use up a limit that all share."""
+    x = values()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        models = [remat.fit(Free(), x, budget=budget) for budget in ("1000KiB", "1100KiB")]
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for model in models:
+                assert model.remat.way == "graph"
+                model(x).backward()
+
+
 class Headed(nn.Module):
     """A list of blocks, and a tiny one after it, which takes least when its blocks are run as one."""
 

@@ -4,6 +4,7 @@ tracing      the step and its derivative as one functional graph over aten opera
 layouts      channels last, where a step convolves
 graphs       small tools on such graphs: what depends on what, simplification, copying of parts
 splitting    what is kept between forward and backward, by cut
+products     matrix products by oneDNN, where that is faster
 deferring    gradients of parameters as a few products over many steps
 programs     the graphs that are run: advance, record, backward, finish
 lowering     a graph as a Python function over aten operators

@@ -12,6 +12,7 @@ from torch import fx
 
 from .graphs import aten, is_random, name_of, placeholder, value_of
 from .lowering import drawn_in_place, lowered
+from .products import products_as_they_are
 from .programs import Program, remove_dead_but_writes
 
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -112,7 +113,8 @@ def _through_inductor(graph: fx.Graph, drawn: int, program: Program) -> Function
         values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in examples]
         module = make_fx(fx.GraphModule({}, graph), decomposition_table=select_decomp_table())(*values)
         # Layouts are looked at here, where they can be put right.
-        with torch._inductor.config.patch(layout_optimization=False, size_asserts=False):
+        settings = {"layout_optimization": False, "size_asserts": False}
+        with torch._inductor.config.patch(settings), products_as_they_are(graph):
             compiled: Any = compile_fx_inner(module, values)
     # What is around the code costs as much as a small kernel.
     call = getattr(compiled, "current_callable", None) or compiled

@@ -17,6 +17,7 @@ from torch import fx
 from .deferring import Branch, Link, Operand, Term, deferred
 from .graphs import ancestors, aten, is_random, name_of, placeholder, value_of
 from .layouts import blank, format_of
+from .products import through_onednn
 from .splitting import Entry, Parts
 from .tracing import Joint
 
@@ -120,6 +121,7 @@ class Builder:
         program.results = {key: unique.index(node) for key, node in results.items()}
         program.graph.output(tuple(unique))
         remove_dead_but_writes(program.graph)
+        through_onednn(program.graph)
         return program
 
 

@@ -16,6 +16,7 @@ import remat
 from plain import LOSSES, Observation, Program, leaves_of, observe, plain_scan, same
 from remat.traced import fusing
 from remat.traced.lowering import lowered
+from remat.traced.programs import Arriving
 from remat.traced.traced import Traced
 from remat.traced.tracing import Problem
 from remat.trees import Structure
@@ -277,6 +278,34 @@ def test_a_fused_step_advances_by_the_program_that_records_it(heavy: bool) -> No
     else:
         assert advances == records
         assert len(records) == 1
+
+
+@pytest.mark.parametrize(("rows", "width", "compiled"), [(8, 16, "python"), (64, 128, "python"), (64, 128, "inductor")])
+def test_large_products_run_through_onednn(rows: int, width: int, compiled: str) -> None:
+    """Forward with a bias, backward without; its weight is transposed in one of them. Small ones stay where they are."""
+    layer, xs, h = nn.Linear(width, width), torch.randn(5, rows, width), torch.zeros(rows, width)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(layer(h) + x)
+        return h, h.mean(1)
+
+    def trained(scan: Any, **more: Any) -> list[Tensor]:
+        _, ys = scan(step, h, xs, **more)
+        return [ys.detach(), *torch.autograd.grad(ys.square().sum(), list(layer.parameters()))]
+
+    made = remat.plan_scan(step, h, xs, budget="4MiB", compile=compiled)
+    assert "not fused" not in made.explain()
+    for mine, theirs in zip(
+        trained(remat.scan, budget=made.peak_bytes, compile=compiled), trained(plain_scan), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+    structures, weights = (Structure(h), [h], Structure(xs[0]), [xs[0]]), list(layer.parameters())
+    traced = Traced(Problem(step, *structures, (True,), weights, weights))
+    arriving = Arriving(frozenset([0]), frozenset([0]))
+    for ready in (traced.advance(outputs=True), traced.menu[0].record(outputs=True), traced.menu[0].backward(arriving)):
+        names = [str(node.target) for node in ready.program.graph.nodes]
+        assert names.count("mkldnn._linear_pointwise.default") == (rows == 64)
+        assert any("addmm" in name or "aten.mm" in name for name in names) is (rows == 8)
 
 
 def test_what_inductor_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,10 @@ from .deferring import Operand, Term
 from .graphs import value_of
 from .traced import Menu
 
-_ROWS: Final = 256  # of a product are enough for it to run at full speed
+_ROWS: Final = 256  # of a product are enough, where waiting for them costs no memory
+_DEAR: Final = (
+    64  # where it does: kernels run at nearly full speed (58 µs a step of a GRU with 16 rows, with 256 rows 60)
+)
 _STEPS: Final = 32  # at most, between two products
 # Kernels for small matrices add one row after the other, which rounds more often than adding a product a step does;
 # those for large ones add up in blocks. So small products are taken of few rows at a time.
@@ -27,7 +30,8 @@ def steps_together(menu: Menu) -> int:
         if term.kind in ("product", "products")
         for operand in term.operands
     ]
-    return max(1, min(_STEPS, -(-_ROWS // max(min(rows, default=_ROWS), 1))))
+    wanted = _DEAR if menu.plan.slots else _ROWS
+    return max(1, min(_STEPS, -(-wanted // max(min(rows, default=wanted), 1))))
 
 
 class Sums:

@@ -282,7 +282,7 @@ def test_a_fused_step_advances_by_the_program_that_records_it(heavy: bool) -> No
 
 @pytest.mark.parametrize(("rows", "width", "compiled"), [(8, 16, "python"), (64, 128, "python"), (64, 128, "inductor")])
 def test_large_products_run_through_onednn(rows: int, width: int, compiled: str) -> None:
-    """Forward with a bias, backward without; its weight is transposed in one of them. Small ones stay where they are."""
+    """Forward with a bias, backward without; its weight is transposed in one of them. Small ones stay."""
     layer, xs, h = nn.Linear(width, width), torch.randn(5, rows, width), torch.zeros(rows, width)
 
     def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,11 +32,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.torch_version import TorchVersion
 
 from .trees import Leaves
 
 Root = torch.Tensor | GradientEdge
+_NODES_OWN_GRAPHS: Final = TorchVersion(torch.__version__) >= "2.13"  # the Python object of an `autograd.Function`'s
 _SMALL: Final = 8  # bytes: a loss; looking its node up would take longer
 _ROOTS: Final = 8
 _NODES: Final = 512  # of a graph are looked at for captured tensors; the newest stage is among them
@@ -266,6 +268,9 @@ def can_need(leaf: torch.Tensor) -> bool:
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     assert tensor.grad_fn is not None
+    if not _NODES_OWN_GRAPHS:
+        with torch.enable_grad():
+            return get_gradient_edge(tensor)
     return GradientEdge(tensor.grad_fn, tensor.output_nr)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..errors import InfeasibleBudget
 from ..estimate import Ledger, Rates
@@ -56,22 +57,37 @@ def needs_of(optimizer: torch.optim.Optimizer) -> Needs:
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
     twin: Any = copy.copy(optimizer)
-    twin.state = defaultdict(dict)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(twin, hooks, OrderedDict())
     with mode:
-        twin.param_groups = [{**g, "params": [_fake(p, mode) for p in g["params"]]} for g in optimizer.param_groups]
+        fakes = {p: _fake(p, mode) for group in optimizer.param_groups for p in group["params"]}
+        twin.param_groups = [{**g, "params": [fakes[p] for p in g["params"]]} for g in optimizer.param_groups]
+        twin.state = defaultdict(dict)
+        for parameter, state in optimizer.state.items():  # some have it from the start
+            twin.state[fakes[parameter]] = tree_map_only(Tensor, lambda value: _fake_state(value, mode), state)
         ledger = Ledger(replace(_RATES, device_type=device.type))
         with ledger:
             type(twin).step(twin)
         state = sum(_bytes(value) for of in twin.state.values() for value in _values(of))
-    return Needs(max(state - have, 0), max(ledger.peak_bytes - have, 0))
+    return Needs(max(state - have, 0), ledger.peak_bytes)
 
 
 def _fake(parameter: Tensor, mode: Any) -> Tensor:
     fake: Tensor = mode.from_tensor(parameter.detach()).requires_grad_(parameter.requires_grad)
     if parameter.requires_grad:
         fake.grad = torch.empty_like(fake)
+    return fake
+
+
+def _fake_state(value: Tensor, mode: Any) -> Tensor:
+    """Fake, but for numbers: optimizers ask for the value of their count of steps."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    if not value.dim():
+        with unset_fake_temporarily():
+            number = value.item()
+        return torch.tensor(number, dtype=value.dtype)
+    fake: Tensor = mode.from_tensor(value)
     return fake
 
 

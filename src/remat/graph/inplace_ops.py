@@ -79,12 +79,21 @@ def _same_layout(result: object, source: object) -> bool:
     """Whether one fills the storage of the other, element for element."""
     if not (isinstance(result, torch.Tensor) and isinstance(source, torch.Tensor)):
         return False
-    dense = torch._prims_common.is_non_overlapping_and_dense_or_false(source)
     return (
-        dense
+        _is_dense(source)
         and (result.dtype, result.device, result.layout) == (source.dtype, source.device, source.layout)
         and tuple(result.shape) == tuple(source.shape)
         and tuple(result.stride()) == tuple(source.stride())
         and source.storage_offset() == 0
         and source.untyped_storage().nbytes() == result.untyped_storage().nbytes()
     )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

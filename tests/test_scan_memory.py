@@ -51,7 +51,7 @@ def peak_of(program: Program, **kwargs: Any) -> int:
 # ---- the peak
 
 
-@pytest.mark.parametrize("percent", [80, 50, 20])
+@pytest.mark.parametrize("percent", [80, 50, 20, 10, 6])
 def test_the_peak_is_within_the_budget_and_as_predicted(percent: int) -> None:
     plain = peak_of(lstm(), loop=plain_scan)
     budget = plain * percent // 100
@@ -215,17 +215,6 @@ def test_p22_used_up_steps_are_gone_before_older_ones_are_rebuilt() -> None:
     _, ys = remat.scan(step, (start, 0), xs, budget="1GiB", planner="constant")
     torch.autograd.grad(ys.sum(), [start])
     assert most <= 3 * 4
-
-
-@pytest.mark.parametrize("percent", [10, 6])
-def test_the_peak_of_a_small_share_is_as_predicted(percent: int) -> None:
-    plain = peak_of(lstm(), loop=plain_scan)
-    budget = plain * percent // 100
-    predicted = plan_of(lstm(), budget).peak_bytes
-    measured = peak_of(lstm(), budget=budget)
-    assert measured <= budget
-    assert predicted <= budget
-    assert abs(predicted - measured) <= 0.02 * budget
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

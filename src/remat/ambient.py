@@ -34,13 +34,15 @@ def is_recomputing() -> bool:
     return getattr(_replaying, "depth", 0) > 0
 
 
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """Mark the body as a replay."""
-    _replaying.depth = getattr(_replaying, "depth", 0) + 1
-    try:
-        yield
-    finally:
+class recomputing:  # noqa: N801  # a context, and there is one around every action
+    """Mark the body of a `with` as a replay."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _replaying.depth = getattr(_replaying, "depth", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
         _replaying.depth -= 1
 
 
@@ -324,9 +326,21 @@ class Surroundings:
         """The modes that see operators."""
         return (*self._function_modes, *self._dispatch_modes)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """Bring the settings back for the body of a `with`."""
+        return _NOTHING if not self.casts and self._are_here() else self._brought_back()
+
+    def _are_here(self) -> bool:
+        """Whether there is nothing to bring back, which is seen sooner than done."""
+        return (
+            self._dtype == torch.get_default_dtype()
+            and self._autocast == _autocast_states(self._device_types)
+            and not any(_missing(self._function_modes, _function_modes()))
+            and not any(_missing(self._dispatch_modes, _dispatch_modes()))
+        )
+
+    @contextmanager
+    def _brought_back(self) -> Iterator[None]:
         with ExitStack() as stack:
             for then, now in zip(self._autocast, _autocast_states(self._device_types), strict=True):
                 if then != now:

@@ -24,7 +24,7 @@ from .profiler import Sizes
 from .ranges import AutogradRanges, Replays
 from .recorded import needs_gradient, places_of
 from .schedules import Action
-from .stages import Needs, needs_of
+from .stages import Needs
 from .streams import random_sources
 from .sums import Captured
 from .traced.stages import TracedRanges, TracedStages
@@ -264,14 +264,12 @@ class Call:
         captured.copied = sorted(nature.casts)
         recorder = AutogradRanges(loop, length, needs=needs, captured=captured, copies=copies, replays=replays)
         return Interpreter(
-            loop,
             recorder,
             actions,
             length,
             carry,
             states=states,
             surroundings=self.surroundings,
-            needs=needs,
             copies=copies,
             # Those that have not been seen yet too, to see what of their results needs gradients.
             grad_mode=lambda stage: nature.grad_mode or (seen is not None and stage >= seen.reached),
@@ -290,19 +288,17 @@ class Call:
         states: States,
         length: int,
     ) -> Interpreter:
-        found, needs = self.found(), needs_of(carry, traced.needing)
+        found = self.found()
         stages = TracedStages(traced, loop, [found[number] for number in traced.externals])
         firsts = [self._first_place.get(place, place) for place in range(len(carry))]
         recorder = TracedRanges(stages, length, captured=Captured(self.captured), firsts=firsts, entry=self.entry)
         return Interpreter(
-            stages,
             recorder,
             actions,
             length,
             traced.laid_out(carry),
             states=states,
             surroundings=self.surroundings,
-            needs=needs,
         )
 
     def found(self) -> list[torch.Tensor]:

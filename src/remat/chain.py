@@ -215,14 +215,12 @@ class _Work:
             replays=Replays(self.states, call.surroundings),
         )
         self.run = Interpreter(
-            self.blocks,
             recorder,
             iter(self.plan.schedule),
             call.length,
             carry,
             states=self.states,
             surroundings=call.surroundings,
-            needs=self._needs.__getitem__,
             copies=self._copies.__getitem__,
             grad_mode=self._grad_mode.__getitem__,
             singly=True,

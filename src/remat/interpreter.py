@@ -1,35 +1,33 @@
 """Carries a schedule out on real stages: the only place that runs one.
 
-It keeps carries: live, in slots, at the ends of recorded ranges. How a range is recorded and how its tapes are consumed
-is a `Recorder`'s affair.
+It keeps carries: live, in slots, at the ends of recorded ranges. How a range is advanced or recorded, and how its tapes
+are consumed, is a `Recorder`'s affair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from .ambient import States, Surroundings, recomputing
 from .errors import StepError
 from .recorded import (
-    UNTIED,
     Boundary,
-    Ties,
-    can_need,
     copied,
     detached,
-    followed,
     hooks_set_aside,
     places_of,
     versions_of,
 )
 from .schedules import Action, Advance, Backward, Drop, Load, Record, Store
-from .stages import ByStage, Needs, Recorder, Stages, never
+from .stages import ByStage, Recorder, never
 from .trees import Leaves
+
+_FIRST: Final = nullcontext()
 
 
 class Gradients(NamedTuple):
@@ -51,14 +49,12 @@ class Interpreter:
     """One run of a schedule: `forward` up to the first Backward, then `backward` from there to the end.
 
     Args:
-        stages: the real stages.
-        recorder: how they are recorded.
+        recorder: how real stages are advanced and recorded.
         actions: the schedule.
         length: how many stages there are.
         carry: leaves of carry 0.
         states: what belongs to carries beside their leaves (random states, buffers).
         surroundings: settings to run under.
-        needs: which leaves of a carry need a gradient, by boundary.
         copies: whether a stage changes its carry in place, so that what is kept must be copied for it.
         grad_mode: whether a stage that is advanced runs with autograd on, as it computes otherwise without.
         singly: run every stage of a range by itself: stages differ, and `backward_of` can stop after each.
@@ -66,7 +62,6 @@ class Interpreter:
 
     def __init__(
         self,
-        stages: Stages,
         recorder: Recorder,
         actions: Iterator[Action],
         length: int,
@@ -74,14 +69,13 @@ class Interpreter:
         *,
         states: States,
         surroundings: Surroundings,
-        needs: Needs,
         copies: ByStage = never,
         grad_mode: ByStage = never,
         singly: bool = False,
     ) -> None:
-        self.stages, self.recorder, self.actions, self.length = stages, recorder, actions, length
+        self.recorder, self.actions, self.length = recorder, actions, length
         self.states, self.surroundings = states, surroundings
-        self.needs, self.captured = needs, recorder.captured
+        self.captured = recorder.captured
         self.copies, self.grad_mode, self.singly = copies, grad_mode, singly
         self.caller = Boundary(detached(carry), states.start, self.captured.ties(carry))
         self.live: Boundary | None = self._unshared(0, self.caller)
@@ -204,17 +198,11 @@ class Interpreter:
 
     # ---- running stages
 
-    @contextmanager
-    def _running(self, start: int, stop: int) -> Iterator[bool]:
-        """Whether stages run for the first time, in a cast cache of their own, marked as a replay if not."""
-        first = start >= self.frontier
-        self.frontier = max(self.frontier, stop)
-        with self.surroundings.own_cast_cache():
-            if first:
-                yield True
-            else:
-                with recomputing():
-                    yield False
+    def _is_first(self, action: Advance | Record) -> bool:
+        """Whether stages run for the first time; from now on they have."""
+        first = action.start >= self.frontier
+        self.frontier = max(self.frontier, action.stop)
+        return first
 
     def _advance(self, action: Advance) -> None:
         if not self.singly:
@@ -224,41 +212,12 @@ class Interpreter:
             self._advance_range(Advance(stage, stage + 1))
 
     def _advance_range(self, action: Advance) -> None:
-        carry, ties = self._taken_for(action.start)
-        stages, last, grad_mode = self.stages, action.stop - 1, self.grad_mode(action.start)
-        number_of = self.captured.number_of
-        if grad_mode:
-            carry = self._as_recorded(action.start, carry)
-        with self._running(action.start, action.stop) as first, torch.set_grad_enabled(grad_mode):
-            for index in range(action.start, action.stop):
-                before = carry
-                carry, outputs = stages.run(index, before, stages.inputs(index, recording=grad_mode), first=first)
-                if outputs or ties is not UNTIED or not number_of.keys().isdisjoint(map(id, carry)):
-                    ties = followed(UNTIED if self.copies(index) else ties, index, before, outputs, carry, number_of)
-                del before
-                if grad_mode:
-                    carry = self._as_recorded(index + 1, carry) if index < last else detached(carry)
-                if first:
-                    stages.emit(index, outputs)
-                    self.captured.note(index, outputs)
-                del outputs  # or it would live through the next stage
+        first, grad_mode = self._is_first(action), self.grad_mode(action.start)
+        with self.surroundings.own_cast_cache(), _FIRST if first else recomputing():
+            carry, ties = self.recorder.advance(action, self._take_live, first=first, grad_mode=grad_mode)
         if first and action.stop == self.length:
             self.final = carry
         self.live = Boundary(carry, (), ties)
-
-    def _taken_for(self, start: int) -> tuple[Leaves, Ties]:
-        """The live carry for stages that are advanced, its captured tensors themselves unless they could be changed."""
-        boundary = self._take_live()
-        return boundary.leaves if self.copies(start) else self.captured.themselves(boundary), boundary.ties
-
-    def _as_recorded(self, boundary: int, carry: Leaves) -> Leaves:
-        """The carry without history, but needing gradients, for stages that ask for them."""
-        leaves, needs, number_of = detached(carry), self.needs(boundary), self.captured.number_of
-        for place in places_of(leaves):
-            leaves[place].requires_grad_(needs[place] and can_need(leaves[place]))
-        leaves = [old if id(old) in number_of else new for old, new in zip(carry, leaves, strict=True)]
-        with torch.enable_grad():  # leaves of autograd cannot be changed in place
-            return copied(leaves) if self.copies(boundary) else leaves
 
     def _record(self, action: Record) -> None:
         if not self.singly:
@@ -270,7 +229,8 @@ class Interpreter:
                 self.ranges[stage].end = None  # inside a range, tapes alone keep the carry
 
     def _record_range(self, action: Record) -> None:
-        with self._running(action.start, action.stop) as first:
+        first = self._is_first(action)
+        with self.surroundings.own_cast_cache(), _FIRST if first else recomputing():
             recording = self.recorder.record(action, self._take_live, first=first)
         if first and action.stop == self.length:
             self.final = recording.carry

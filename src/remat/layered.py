@@ -139,14 +139,12 @@ class Call:
         length, needs = len(sweep.cut.pieces), needs_of(carry, [True] * len(carry))
         weights = Captured(weight for weight in sweep.weights if weight.requires_grad)
         return Interpreter(
-            sweep,
             AutogradRanges(sweep, length, needs=needs, captured=weights),
             actions,
             length,
             carry,
             states=States(()),  # dropout is drawn outside of sweeps
             surroundings=self.surroundings,
-            needs=needs,
             grad_mode=lambda _: self._oneDNN,  # whose LSTM rounds otherwise when it need not remember
         )
 

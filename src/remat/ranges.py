@@ -36,7 +36,7 @@ from .recorded import (
     start_of_sums,
     summed,
 )
-from .schedules import Record
+from .schedules import Advance, Record
 from .selective import recording, storages_of
 from .silence import silence
 from .stages import ByStage, Needs, Recording, Stages, never
@@ -86,11 +86,59 @@ class AutogradRanges:
         """Storages that are alive anyway."""
         return storages_of(self.captured.tensors)
 
+    # ---- advancing
+
+    def advance(
+        self, action: Advance, take: Callable[[], Boundary], *, first: bool, grad_mode: bool
+    ) -> tuple[Leaves, Ties]:
+        """See `Recorder`."""
+        stages, last, captured = self.stages, action.stop - 1, self.captured
+        carry, ties = self._taken_for(action.start, take())
+        if grad_mode:
+            carry = self._as_recorded(action.start, carry)
+        with torch.set_grad_enabled(grad_mode):
+            for index in range(action.start, action.stop):
+                before = carry
+                carry, outputs = stages.run(index, before, stages.inputs(index, recording=grad_mode), first=first)
+                ties = self._followed(ties, index, before, outputs, carry)
+                del before
+                if grad_mode:
+                    carry = self._as_recorded(index + 1, carry) if index < last else detached(carry)
+                if first:
+                    stages.emit(index, outputs)
+                    captured.note(index, outputs)
+                del outputs  # or it would live through the next stage
+        return carry, ties
+
+    def _taken_for(self, start: int, boundary: Boundary) -> tuple[Leaves, Ties]:
+        """A carry for stages that are advanced, its captured tensors themselves unless they could be changed."""
+        return boundary.leaves if self.copies(start) else self.captured.themselves(boundary), boundary.ties
+
+    def _as_recorded(self, boundary: int, carry: Leaves) -> Leaves:
+        """The carry without history, but needing gradients, for stages that ask for them."""
+        leaves, needs, number_of = detached(carry), self.needs(boundary), self.captured.number_of
+        for place in places_of(leaves):
+            leaves[place].requires_grad_(needs[place] and can_need(leaves[place]))
+        leaves = [old if id(old) in number_of else new for old, new in zip(carry, leaves, strict=True)]
+        with torch.enable_grad():  # leaves of autograd cannot be changed in place
+            return copied(leaves) if self.copies(boundary) else leaves
+
+    def _followed(self, ties: Ties, index: int, before: Leaves, outputs: Leaves, after: Leaves) -> Ties:
+        """What the leaves of the carry after a stage are besides, as `followed` says; mostly nothing, seen at once."""
+        number_of = self.captured.number_of
+        if (
+            ties is UNTIED
+            and number_of.keys().isdisjoint(ids := set(map(id, after)))
+            and ids.isdisjoint(map(id, outputs))
+        ):
+            return UNTIED
+        return followed(UNTIED if self.copies(index) else ties, index, before, outputs, after, number_of)
+
     # ---- recording
 
     def record(self, action: Record, take: Callable[[], Boundary], *, first: bool) -> Recording:
         """See `Recorder`."""
-        stages, number_of = self.stages, self.captured.number_of
+        stages = self.stages
         run = stages.run if action.entry == WHOLE else self._run_selectively
         born = sequence_number()
         with torch.enable_grad():
@@ -107,8 +155,7 @@ class AutogradRanges:
                 del aliases
                 carry, outputs = run(index, before, inputs, first=first)
                 given += self._take_outputs(recorded, index, outputs, entered)
-                if outputs or ties is not UNTIED or not number_of.keys().isdisjoint(map(id, carry)):
-                    ties = followed(UNTIED if self.copies(index) else ties, index, before, outputs, carry, number_of)
+                ties = self._followed(ties, index, before, outputs, carry)
                 if entered:
                     entered = {id(leaf): entered[id(leaf)] for leaf in carry if id(leaf) in entered}
                 del before

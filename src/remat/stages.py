@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .recorded import Boundary, Ties, needs_gradient
-from .schedules import Record
+from .schedules import Advance, Record
 from .sums import Captured
 from .trees import Leaves
 
@@ -65,6 +65,22 @@ class Recorder(Protocol):
     """How ranges of stages are recorded, and how their tapes are consumed."""
 
     captured: Captured
+
+    def advance(
+        self, action: Advance, take: Callable[[], Boundary], *, first: bool, grad_mode: bool
+    ) -> tuple[Leaves, Ties]:
+        """Run the stages of `action` and keep nothing.
+
+        Args:
+            action: the stages.
+            take: as for `record`.
+            first: as for `record`.
+            grad_mode: whether they run with autograd on, as they compute otherwise without.
+
+        Returns:
+            The leaving carry without autograd history, and what its leaves are besides.
+        """
+        ...
 
     def record(self, action: Record, take: Callable[[], Boundary], *, first: bool) -> Recording:
         """Run the stages of `action` and keep their tapes.

@@ -180,14 +180,12 @@ class _Run:
         states = States(of.streams)
         replays = Replays(states, self._surroundings)
         return Interpreter(
-            of.stages,
             AutogradRanges(of.stages, 2, needs=needs.__getitem__, captured=captured, copies=copies, replays=replays),
             iter(()),
             2,
             of.carry,
             states=states,
             surroundings=self._surroundings,
-            needs=needs.__getitem__,
             copies=copies,
             grad_mode=lambda _: of.grad_mode,
         )

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..loops import Loop
-from ..recorded import UNTIED, Boundary
-from ..schedules import Record
+from ..recorded import UNTIED, Boundary, Ties
+from ..schedules import Advance, Record
 from ..stages import Recording
 from ..sums import Captured
 from ..trees import Leaves
@@ -50,6 +50,10 @@ class TracedStages:
     def inputs(self, index: int, *, recording: bool) -> Leaves:  # noqa: ARG002  # tapes keep no history of inputs
         """The leaves of x at a step."""
         return self.loop.inputs(index, recording=False)
+
+    def advancing(self, *, first: bool) -> _Step:
+        """The program of a step without a tape."""
+        return self._advance[first]
 
     def run(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:  # noqa: ARG002
         """One step."""
@@ -157,7 +161,26 @@ class TracedRanges:
             self._ways[entry] = _Way(self.stages, self.stages.traced.menu[self._first_entry + entry])
         return self._ways[entry]
 
-    # ---- recording
+    # ---- advancing and recording
+
+    def advance(
+        self, action: Advance, take: Callable[[], Boundary], *, first: bool, grad_mode: bool
+    ) -> tuple[Leaves, Ties]:
+        """See `Recorder`."""
+        assert not grad_mode, "a traced step computes without autograd"
+        stages = self.stages
+        step = stages.advancing(first=first)
+        run, threaded, bound, ready, emit = step.run, step.threaded, step.bound, step.ready, stages.loop.emit
+        with torch.no_grad(), torch._C._DisableAutocast():
+            carry = take().leaves
+            for index in range(action.start, action.stop):
+                columns = step.columns_of(carry, stages.inputs(index, recording=False))
+                found = run(*[carry[k] for k in threaded], *columns, *bound)
+                carry = ready.after(found, carry)
+                if first:
+                    emit(index, ready.outputs(found))
+                del found, columns
+        return carry, UNTIED
 
     def record(self, action: Record, take: Callable[[], Boundary], *, first: bool) -> Recording:
         """See `Recorder`."""

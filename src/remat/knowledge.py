@@ -184,7 +184,8 @@ def _menu_costs(call: Call, nature: Nature, limit: int, input_gradient_bytes: in
         found.append(measure_step(call, nature, limit, input_gradient_bytes, OnDevice(call.device)))
     call.entry = 0
     names = [menu.entry.name for menu in call.traced.menu]
-    returned = call.traced.returned_bytes  # the final carry is copied for the caller, and its gradient for the graph
+    # A final carry laid out otherwise is copied for the caller, and then its gradient for the graph.
+    returned = call.traced.returned_bytes
     tapes = [
         msgspec.structs.replace(tape, name=name, workspace_bytes=max(tape.workspace_bytes, returned))
         for name, tape in zip(names, (costs.stage.menu[0] for costs in found), strict=True)

@@ -45,6 +45,7 @@ _RESHAPES: Final = frozenset(
         "aten.squeeze.dims",
     )
 )
+_PIXELS: Final = 256  # of a batch and more: a convolution gains nothing from more steps, and waiting costs memory
 _EXACT: Final = (
     torch.float32,
     torch.float64,
@@ -231,6 +232,8 @@ class _Finder:
         gradient, inputs, weight, _, *settings = _first(node).args
         assert isinstance(gradient, fx.Node)
         assert isinstance(inputs, fx.Node)
+        if value_of(gradient)[:, 0].numel() >= _PIXELS:
+            return None
         if node.args[1] == 1 and weight in self.parts.invariant:
             return Term("convolution", node, (_whole(gradient), _whole(inputs)), (weight, *settings[:-1]))
         if node.args[1] == 2:

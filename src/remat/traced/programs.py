@@ -233,6 +233,7 @@ def plan_deferral(parts: Parts, entry: Entry) -> Plan:
     operands = list(dict.fromkeys(operand for term in terms for operand in term.operands))
     place_of = {node: place for place, node in parts.joint.carries.items()}
     leaf_of = {node: leaf for leaf, node in parts.joint.inputs.items()}
+    leaving = {parts.joint.after[place]: place for place in entry.leaving}
     by_node: dict[fx.Node, Key] = {}
     for operand in operands:
         node = operand.node
@@ -242,6 +243,8 @@ def plan_deferral(parts: Parts, entry: Entry) -> Plan:
             by_node[node] = ("input", leaf_of[node])
         elif place_of.get(node) in entry.carries:
             by_node[node] = ("carry", place_of[node])
+        elif node in leaving:
+            by_node[node] = ("leaving", leaving[node])
         elif node in entry.saved:
             by_node[node] = ("saved", entry.saved.index(node))
     taken = {key[1] for key in by_node.values() if key[0] == "saved"}
@@ -294,6 +297,7 @@ def backward_program(
     written = {operand: ("slot", k) for k, operand in enumerate(plan.slots)}
     written |= {operand: ("saved", k) for operand, k in plan.given.items()}
     stop = {*entry.saved, *(joint.carries[place] for place in entry.carries), *parts.free}
+    stop |= {joint.after[place] for place in entry.leaving}
     program.live = [term for term in plan.terms if term.node not in build.zeros]
     written = {o: key for o, key in written.items() if any(o in term.operands for term in program.live)}
     wanted = ancestors([*results.values(), *(operand.node for operand in written)], stop=stop)
@@ -339,6 +343,8 @@ def _take_columns(build: Builder, entry: Entry, present: frozenset[int]) -> dict
     width = len(joint.after)
     for place in entry.carries:
         build.take(columns, ("carry", place), joint.carries[place], stands_for=joint.carries[place])
+    for place in entry.leaving:
+        build.take(columns, ("leaving", place), joint.after[place], stands_for=joint.after[place])
     for place, node in joint.inputs.items():
         build.take(columns, ("input", place), node, stands_for=node)
     for number, node in enumerate(entry.saved):

@@ -39,11 +39,13 @@ class Entry:
         name: what people call it.
         carries: the leaves of the entering carry that are kept.
         saved: other values that are kept.
+        leaving: the leaves among `carries` that are kept of the leaving carry too: the next step keeps them anyway.
     """
 
     name: str
     carries: tuple[int, ...]
     saved: tuple[fx.Node, ...]
+    leaving: tuple[int, ...] = ()
 
 
 class Parts:
@@ -55,6 +57,8 @@ class Parts:
         gradients: the nodes that a backward has to give.
         needed: forward values that the backward takes directly.
         free: values that are there anyway.
+        leaving: leaves of the leaving carry that are computed in the step, by node: with a leaf of the entering carry
+            that the backward asks for, they come at no cost.
     """
 
     def __init__(self, joint: Joint) -> None:
@@ -73,6 +77,11 @@ class Parts:
         ]  # fmt: skip
         reached = ancestors(self.gradients, stop=[n for n in graph.nodes if n not in self.backward])
         self.needed = [node for node in graph.nodes if node in reached and node not in self.backward]
+        self.leaving: dict[fx.Node, int] = {}
+        for place, node in joint.carries.items():
+            after = joint.after[place]
+            if node in self.needed and self.is_tape(after) and after.op == "call_function":
+                self.leaving.setdefault(after, place)
 
     def is_tape(self, node: fx.Node) -> bool:
         """Whether keeping a node costs memory."""
@@ -94,8 +103,9 @@ def size_of(parts: Parts, entry: Entry) -> int:
 def _entry(parts: Parts, name: str, nodes: set[fx.Node]) -> Entry:
     place_of = {node: place for place, node in parts.joint.carries.items()}
     carries = tuple(sorted(place_of[node] for node in nodes if node in place_of))
-    saved = tuple(node for node in parts.joint.graph.nodes if node in nodes and node not in place_of)
-    return Entry(name, carries, saved)
+    left = {node: place for node, place in parts.leaving.items() if place in carries and node in nodes}
+    saved = tuple(n for n in parts.joint.graph.nodes if n in nodes and n not in place_of and n not in left)
+    return Entry(name, carries, saved, tuple(sorted(left.values())))
 
 
 def _whole(parts: Parts) -> set[fx.Node]:
@@ -137,7 +147,8 @@ def _least(parts: Parts) -> set[fx.Node]:
     for node in parts.joint.graph.nodes:
         if node not in relevant or not parts.is_tape(node):
             continue
-        flow.edge((node, 0), (node, 1), nbytes(node) if _savable(node) else None)
+        size = 0 if node in parts.leaving else nbytes(node)
+        flow.edge((node, 0), (node, 1), size if _savable(node) else None)
         if not _cheap(node):
             flow.edge("source", (node, 0), None)
         for argument in node.all_input_nodes:
@@ -146,7 +157,17 @@ def _least(parts: Parts) -> set[fx.Node]:
     for node in parts.needed:
         if parts.is_tape(node):
             flow.edge((node, 1), "sink", None)
-    return flow.cut("source", "sink")
+    return {_later(parts, node, relevant) for node in flow.cut("source", "sink")}
+
+
+def _later(parts: Parts, node: fx.Node, relevant: set[fx.Node]) -> fx.Node:
+    """A value as large as another one, and all that the backward makes of it: kept, it is not computed again."""
+    while node.op == "call_function" and node not in parts.needed and node not in parts.leaving:
+        users = [user for user in node.users if user in relevant and parts.is_tape(user)]
+        if len(users) != 1 or not _cheap(users[0]) or is_view(users[0]) or nbytes(users[0]) != nbytes(node):
+            break
+        node = users[0]
+    return node
 
 
 class _Flow:

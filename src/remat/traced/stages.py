@@ -106,11 +106,16 @@ def _maker(value: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 @dataclass(slots=True)
 class _Tape:
-    """What a recorded range keeps: stacks over its steps, by what they hold."""
+    """What a recorded range keeps: stacks over its steps, by what they hold, and the same step by step.
+
+    Carries that steps keep as they leave too have a row more than there are steps, but for the last range of all: what
+    its last step leaves belongs to the caller.
+    """
 
     start: int
     stop: int
     stacks: dict[Key, torch.Tensor]
+    views: dict[Key, Sequence[torch.Tensor]]
     entry: int
 
 
@@ -190,8 +195,8 @@ class TracedRanges:
         steps = range(action.start, action.stop)
         with _as_traced():
             carry = take().leaves
-            stacks = {key: stacked(value, len(steps)) for key, value in way.menu.stacked()}
-            columns = self._columns(ready, steps, stacks, carry)
+            tape = self._blank_tape(action, way.menu)
+            columns = self._columns(ready, steps, tape, carry)
             for index, column in zip(steps, _rows(columns, len(steps)), strict=True):
                 found = run(*[carry[k] for k in threaded], *column, *bound)
                 carry = ready.after(found, carry)
@@ -200,22 +205,35 @@ class TracedRanges:
                 del found, column
         if action.stop == self.length:
             carry = self.stages.traced.marked(carry)
-        return Recording(_Tape(action.start, action.stop, stacks, action.entry), carry, UNTIED)
+        return Recording(tape, carry, UNTIED)
 
-    def _columns(self, ready: Ready, steps: range, stacks: dict[Key, torch.Tensor], carry: Leaves) -> list[Any]:
+    def _blank_tape(self, action: Record, menu: Menu) -> _Tape:
+        """Memory for a range."""
+        count, leaving = action.stop - action.start, menu.entry.leaving
+        stacks: dict[Key, torch.Tensor] = {}
+        views: dict[Key, Sequence[torch.Tensor]] = {}
+        for key, value in menu.stacked():
+            kind, place = key
+            more = kind == "carry" and place in leaving and action.stop < self.length
+            stacks[key] = stack = stacked(value, count + more)
+            views[key] = rows = stack.unbind()
+            if kind == "carry" and place in leaving:
+                views["leaving", place] = rows[1:] if more else (*rows[1:], torch.empty_like(rows[0]))
+        return _Tape(action.start, action.stop, stacks, views, action.entry)
+
+    def _columns(self, ready: Ready, steps: range, tape: _Tape, carry: Leaves) -> list[Any]:
         """What each step has of its own: inputs, and the slots that it reads and writes."""
-        views = {key: stack.unbind() for key, stack in stacks.items()}
-        columns: list[Sequence[torch.Tensor]] = []
+        views, columns = tape.views, list[Sequence[torch.Tensor]]()
         for kind, number in ready.program.columns:
             if kind == "input":
                 columns.append(self.stages.columns(number, steps))
-            elif kind == "next":
+            elif kind == "next":  # the last one, if its step's backward has no use for it, only the range after holds
                 kept = views["carry", number]
-                columns.append([*kept[1:], torch.empty_like(kept[0])])
+                columns.append(views.get(("leaving", number)) or (*kept[1:], torch.empty_like(kept[0])))
             else:
-                columns.append(views[kind, number])
+                columns.append(views[kind, number][: len(steps)])
                 if kind == "carry":
-                    views[kind, number][0].copy_(carry[number])
+                    columns[-1][0].copy_(carry[number])
         return columns
 
     # ---- backward
@@ -268,7 +286,6 @@ class _Pass:
             for k, operand in enumerate(plan.slots)
             if any(operand in term.operands for term in sums.terms)
         }
-        self.views = {key: stack.unbind() for key, stack in tape.stacks.items()}
         self.slot_views = {key: stack.unbind(operand_dim) for key, (stack, operand_dim) in self.slots.items()}
         self.waiting: list[Term] = []
         self.first = self.last = tape.stop  # steps whose operands wait
@@ -300,7 +317,7 @@ class _Pass:
                     loop.take_input_gradients(index, [None if place is None else found[place] for place in inputs])
                 del found, row
                 self.first = index
-                if self.last - index == self.together:
+                if self.last - index == self.together or index == self.owner.length - 1:  # whose end lies apart
                     self.flush()
         self.flush()
         return {place: _alone(gradient) for place, gradient in there.items()}
@@ -326,7 +343,12 @@ class _Pass:
         if kind == "slot":
             stack, dim = self.slots[key]
             return stack.narrow(dim, self.together - (self.last - self.first), self.last - self.first)
-        return self.tape.stacks[key][self.first - self.tape.start : self.last - self.tape.start]
+        first, last = self.first - self.tape.start, self.last - self.tape.start
+        if kind != "leaving":
+            return self.tape.stacks[key][first:last]
+        if self.last == self.owner.length:
+            return self.tape.views[key][-1].unsqueeze(0)
+        return self.tape.stacks["carry", number][first + 1 : last + 1]
 
     def _columns(self, ready: Ready, steps: range) -> list[Any]:
         """What each of some steps has of its own, newest first."""
@@ -342,7 +364,7 @@ class _Pass:
                 views = self.slot_views[kind, number]
                 columns.append([views[-1 - (self.last - 1 - index) % self.together] for index in reversed(steps)])
             else:
-                columns.append(self.views[kind, number][here][::-1])
+                columns.append(self.tape.views[kind, number][here][::-1])
         return columns
 
 

@@ -173,10 +173,11 @@ def made(make: Case) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def step(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """A training step without an optimizer, from the same random numbers each time."""
+    """A training step without an optimizer, from the same random numbers each time; outputs are held, as is usual."""
     torch.manual_seed(1)
     model.zero_grad()
-    loss: Tensor = model(**inputs)["loss"]
+    outputs = model(**inputs)
+    loss: Tensor = outputs["loss"]
     loss.backward()
     return loss.detach()
 

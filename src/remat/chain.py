@@ -16,7 +16,7 @@ import torch
 from .ambient import States, is_transformed, opaque, recomputing
 from .blocks.block import Block
 from .blocks.calls import ChainCall, copied_stages, in_need
-from .blocks.granularity import keeps_all, settled
+from .blocks.granularity import by_plan, keeps_all, settled
 from .blocks.survey import Known, MissedTensors, refuse_unseen, storage_bytes, untraced
 from .captures import unseen_leaves
 from .errors import LateChange, StepError
@@ -67,7 +67,34 @@ def chain(
         StepError: a block breaks the rules above.
         ValueError: the budget is not a size, or there is no such planner.
     """
-    functions = list(blocks)
+    return _run(list(blocks), x, shared, shared_kwargs, budget=budget, planner=planner, check=check)
+
+
+@opaque
+def chain_by_plan(
+    blocks: Sequence[Callable[..., Any]], x: Any, shared: tuple[Any, ...], budget: int, made: Plan | None
+) -> Any:
+    """`chain` by a plan that was made for these blocks as they are; within a budget by any, where they cost more now.
+
+    Args:
+        blocks, x, shared: as `chain` takes them.
+        budget: in bytes.
+        made: the plan; None: any within the budget.
+    """
+    return _run(list(blocks), x, shared, {}, budget=budget, made=made)
+
+
+def _run(
+    functions: list[Callable[..., Any]],
+    x: Any,
+    shared: tuple[Any, ...],
+    shared_kwargs: dict[str, Any],
+    *,
+    budget: int | str | None,
+    planner: str = "auto",
+    check: bool = False,
+    made: Plan | None = None,
+) -> Any:
     if not torch.is_grad_enabled() or is_transformed(_tensors(functions, x, shared, shared_kwargs)):
         return _plain(functions, x, shared, shared_kwargs)
     front = front_of(functions, x, shared, shared_kwargs)
@@ -84,12 +111,13 @@ def chain(
 
     while True:
         try:
-            call, known, made = settled(functions[front:], start, budget, planner)
-            if keeps_all(made) and not check:
+            found = None if made is None else by_plan(start(functions[front:]), made)
+            call, known, plan = found or settled(functions[front:], start, budget, planner)
+            if keeps_all(plan) and not check:
                 return _plain(functions[front:], x, shared, shared_kwargs)
-            return _Work(call, known, made, late).outputs()
-        except MissedTensors as found:
-            missed += found.tensors
+            return _Work(call, known, plan, late).outputs()
+        except MissedTensors as found_more:
+            missed += found_more.tensors
         except LateChange as changed:
             late = late.union(changed.numbers)
 

@@ -175,3 +175,23 @@ class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def from_json(cls, text: bytes | str) -> Chain:
         """A chain from `to_json`; raises `msgspec.ValidationError` with the path of what is wrong."""
         return msgspec.json.decode(text, type=cls)
+
+
+def takes_no_more(chain: Chain, other: Chain) -> bool:
+    """Whether any schedule of `other` takes no more bytes on this chain at any moment."""
+    if chain == other:
+        return True
+    if chain.length != other.length or not _no_more(chain, other):
+        return False
+    firsts = sorted({*chain.starts[:-1], *other.starts[:-1]})
+    return all(_stage_takes_no_more(chain.stage(first), other.stage(first)) for first in firsts)
+
+
+def _stage_takes_no_more(stage: Stage, other: Stage) -> bool:
+    pairs = zip(stage.menu, other.menu, strict=False)
+    return len(stage.menu) == len(other.menu) and _no_more(stage, other) and all(_no_more(a, b) for a, b in pairs)
+
+
+def _no_more(one: msgspec.Struct, other: msgspec.Struct) -> bool:
+    names = [name for name in one.__struct_fields__ if name.endswith("_bytes")]
+    return all(getattr(one, name) <= getattr(other, name) for name in names)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
+from ..chains import takes_no_more
 from ..errors import InfeasibleBudget, StepError
 from ..plans import Plan
 from ..ranges import WHOLE
@@ -85,6 +86,12 @@ def settled(
         _cuts[key] = cut
         return found
     return _planned(call if cut == _AS_GIVEN else start(_blocks(functions, cut)), budget, planner)
+
+
+def by_plan(call: ChainCall, made: Plan) -> Settled | None:
+    """The chain as given with a plan that was made for it; None if it takes more anywhere than it did then."""
+    known = call.surveyed()
+    return Settled(call, known, made) if takes_no_more(call.chain(known), made.chain) else None
 
 
 def keeps_all(made: Plan) -> bool:

@@ -25,12 +25,12 @@ from ..graph.op_costs import estimated
 from ..graph.planning import Planner
 from ..graph.tracing import trace
 from ..paper import Fakes, chain_on_paper
-from . import seams
+from . import outside, seams
 from .loops import Loop, blocks_of
 from .pending import PendingUse
 from .planning import Cost, Division, cost_of, divided, needs_gradient
 from .running import Gathered
-from .trial import Trials, outside_of
+from .trial import Trials
 from .ways import kind_of, with_unseen
 
 
@@ -97,7 +97,7 @@ class Forecast:
         self.recurrent = any(loop.is_recurrent for loop in found)
         self.loops = tuple(loop for loop in found if not loop.is_recurrent)
         books = self._trials.books(self.loops)
-        self.outside, self._outside_s = outside_of(books), books.seconds
+        self.outside, self._outside_s = outside.with_unseen(outside.phases(books.readings)), books.seconds
         self.costs = self._surveyed()
 
     def _surveyed(self) -> tuple[Cost, ...]:

@@ -1,17 +1,20 @@
 """Budgets for the loops of a model, so that the whole training step stays inside one.
 
-Each loop's cost comes from its real blocks on the real carry that enters it (`survey`). Then the step is gone through
-on paper: at every moment there is what lies outside of the loops, what the loops before keep, what the one at work
-needs, and what those that are done have left. All loops get the same share of the way from the least they need to what
-they would like to have, and that share is as large as the budget allows.
+Each loop's cost comes from its real blocks on the real carry that enters it, and what lies outside from a step with
+the loops taken out (`survey`). Then the step is gone through on paper: at every moment there is what lies outside of
+the loops, what the loops before keep, what the one at work needs, and what those that are done have left. All loops get
+the same share of the way from the least they need to what they would like to have, as large as the budget allows.
+
+A loop may take its part of the budget at any moment, so that it can choose its plan by its own clock. Where the budget
+is too small for that, what each plan takes at which moment is counted, and plans are run as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +25,18 @@ from ..chains import Chain
 from ..errors import InfeasibleBudget
 from ..plans import Plan, plan
 from ..recurrent import KernelCalls
-from ..schedules import Backward
+from ..schedules import Backward, Schedule
 from ..silence import silence
 from ..simulator import timeline
 from . import seams
 from .loops import Loop
+from .outside import ARRIVAL, FORWARD, Phase, measured_outside, with_unseen
 from .running import Gathered, Gathering
-from .trial import Phase, Trial, undisturbed
+from .trial import Trial, undisturbed
 
 _WHOLE: Final = 1 << 60  # bytes: a budget that everything fits into
 _STEPS: Final = 7  # of the search for the share: it is found to 1 %
-_PERCENT_USED: Final = 98  # of the budget: blocks measured alone are that true to what they take in their place
-_PERCENT_UNSEEN: Final = 4  # of what lies outside: what kernels there take in passing is not all seen on paper
+_RESERVE: Final = 2000  # one part in so many of the budget: what is measured twice is not always the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +54,47 @@ class Cost:
     chain: Chain | None
 
 
+class Taken(NamedTuple):
+    """What a loop takes at most in each part of its work, as it is to be added to what lies outside then.
+
+    Attributes:
+        forward_bytes: in its forward, which makes its results.
+        arrival_bytes: in the backward of what it recorded last, for which gradients have arrived.
+        backward_bytes: in the rest of its backward: of its results and their gradients there is what others hold.
+    """
+
+    forward_bytes: int
+    arrival_bytes: int
+    backward_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """A loop's part of the budget.
 
     Attributes:
         budget_bytes: what it may take.
-        peak_bytes: what it will.
-        kept_bytes: what it keeps from its forward to its backward.
+        taken: what it will.
+        kept_bytes: what it keeps from its forward to its backward, beside its results.
         left_bytes: what it leaves behind: gradients.
         plan: its plan; None for a recurrent layer.
+        pinned: whether that plan has to be run as it is.
     """
 
     budget_bytes: int
-    peak_bytes: int
+    taken: Taken
     kept_bytes: int
     left_bytes: int
     plan: Plan | None
+    pinned: bool = False
+
+    @property
+    def most(self) -> Taken:
+        """What it may take at most: by another plan within its part, as one from other measurements of time."""
+        if self.pinned or self.plan is None:
+            return self.taken
+        results = _results_bytes(self.plan.chain)
+        return Taken(self.budget_bytes, self.budget_bytes, max(self.budget_bytes - results, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +104,7 @@ class Division:
     Attributes:
         shares: one for each loop.
         peak_bytes: predicted: most bytes at any moment of the step.
-        most_bytes: the same if loops took all they may, as plans from other measurements of time might.
+        most_bytes: the same if loops took all they may.
         outside_bytes: most bytes outside of the loops.
     """
 
@@ -96,30 +123,39 @@ class _Enough(Exception):
 
 def survey(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trial: Trial, budget_bytes: int
-) -> tuple[Cost, ...]:
-    """What each loop of a call costs, measured on its real blocks; leaves no trace."""
+) -> tuple[tuple[Cost, ...], tuple[Phase, ...]]:
+    """What each loop of a call costs, and what lies outside of them, measured; leaves no trace.
+
+    Where what lies outside takes more than the budget by itself, it stays as it was found on paper.
+    """
     costs: list[Cost] = []
+    finals: list[list[Tensor]] = []
 
     def answer(number: int, gathered: Gathered) -> Sequence[Tensor]:
         loop = gathered.loop
         with seams.observed(None):
             costs.append(_recurrent_cost(gathered, budget_bytes) if loop.is_recurrent else _chain_cost(gathered))
-            if number + 1 == len(trial.loops):
-                raise _Enough
             with torch.no_grad():
                 final = _run(gathered)
         pairs = zip(final, loop.final, strict=True)
-        return [made.detach().requires_grad_(like.requires_grad) for made, like in pairs]
+        finals.append([made.detach().requires_grad_(like.requires_grad) for made, like in pairs])
+        if number + 1 == len(trial.loops):
+            raise _Enough
+        return finals[-1]
 
     if not trial.loops:
-        return ()
+        return (), trial.outside
     with undisturbed(model), recomputing(), silence(), torch.enable_grad():
         try:
             with seams.observed(Gathering(trial.loops, answer)):
                 seams.own_call(model)(*args, **kwargs)
         except _Enough:
             pass
-    return tuple(costs)
+        there = max(budget_bytes, *(cost.least_bytes for cost in costs))  # what blocks have been given by now
+        if max(phase.peak_bytes for phase in trial.outside) > there:
+            return tuple(costs), with_unseen(trial.outside)
+        outside = measured_outside(model, args, kwargs, trial.loops, finals, trial.device)
+    return tuple(costs), outside
 
 
 def _run(gathered: Gathered) -> Sequence[Tensor]:
@@ -176,25 +212,26 @@ def divided(budget_bytes: int, outside: Sequence[Phase], loops: Sequence[Loop], 
     Raises:
         InfeasibleBudget: it cannot; says the smallest budget with which it can.
     """
-    outside = [_with_unseen(phase) for phase in outside]
+    beside = max(phase.peak_bytes for phase in outside)
 
-    def at(share: float) -> Division:
-        shares = tuple(_share(cost, int(cost.least_bytes + share * _more(cost))) for cost in costs)
-        peaks, most = [each.peak_bytes for each in shares], [each.budget_bytes for each in shares]
-        beside = max(phase.peak_bytes for phase in outside)
-        return Division(shares, _peak(outside, shares, peaks), _peak(outside, shares, most), beside)
+    def at(share: float, *, pinned: bool) -> Division:
+        shares = tuple(_share(cost, int(cost.least_bytes + share * _more(cost)), pinned=pinned) for cost in costs)
+        taken, most = ([getattr(each, name) for each in shares] for name in ("taken", "most"))
+        return Division(shares, _peak(outside, shares, taken), _peak(outside, shares, most), beside)
 
-    best, limit = at(0.0), budget_bytes * _PERCENT_USED // 100
+    limit = budget_bytes - budget_bytes // _RESERVE
+    pinned = at(0.0, pinned=False).most_bytes > limit
+    best = at(0.0, pinned=pinned)
     if best.most_bytes > limit:
-        least = best.most_bytes * 100 // _PERCENT_USED + 1
+        least = best.most_bytes * _RESERVE // (_RESERVE - 1) + 1
         parts = {loop.name: cost.least_bytes for loop, cost in zip(loops, costs, strict=True)}
         raise InfeasibleBudget(budget_bytes, least, {"outside of the loops": best.outside_bytes, **parts})
-    if (whole := at(1.0)).most_bytes <= limit:
+    if (whole := at(1.0, pinned=pinned)).most_bytes <= limit:
         return whole
     low, high = 0.0, 1.0
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        tried = at(middle)
+        tried = at(middle, pinned=pinned)
         if tried.most_bytes <= limit:
             low, best = middle, tried
         else:
@@ -206,44 +243,55 @@ def _more(cost: Cost) -> int:
     return cost.whole_bytes - cost.least_bytes
 
 
-def _with_unseen(phase: Phase) -> Phase:
-    return phase._replace(
-        peak_bytes=phase.peak_bytes + phase.peak_bytes * _PERCENT_UNSEEN // 100,
-        level_bytes=phase.level_bytes + phase.level_bytes * _PERCENT_UNSEEN // 100,
-    )
-
-
-def _share(cost: Cost, budget_bytes: int) -> Share:
+def _share(cost: Cost, budget_bytes: int, *, pinned: bool) -> Share:
     if cost.chain is None:
-        return Share(budget_bytes, budget_bytes, budget_bytes, budget_bytes, None)
+        return Share(budget_bytes, Taken(*[budget_bytes] * 3), budget_bytes, budget_bytes, None)
     if not cost.chain.length:
-        return Share(0, 0, 0, 0, None)
-    return _planned(cost.chain, budget_bytes)
+        return Share(0, Taken(0, 0, 0), 0, 0, None)
+    return replace(_planned(cost.chain, budget_bytes), pinned=pinned)
+
+
+def _results_bytes(chain: Chain) -> int:
+    """Bytes of a loop's results and of their gradients, as its plan counts them."""
+    return chain.final_carry_bytes + chain.output_gradient_bytes
 
 
 @lru_cache(maxsize=256)
 def _planned(chain: Chain, budget_bytes: int) -> Share:
     made = plan(chain, budget_bytes)
-    kept = 0
-    for moment in timeline(chain, made.schedule):
-        if isinstance(moment.action, Backward):
-            break
-        kept = moment.bytes
     # What arrived is gone by then, and what comes out belongs to what is outside.
     left = chain.parameter_gradient_bytes + sum(count * stage.gradient_bytes for stage, count in chain.runs)
-    return Share(budget_bytes, made.peak_bytes, kept, left, made)
+    taken, kept = taken_by(chain, made.schedule)
+    return Share(budget_bytes, taken, kept, left, made)
 
 
-def _peak(outside: Sequence[Phase], shares: Sequence[Share], taken: Sequence[int]) -> int:
+def taken_by(chain: Chain, schedule: Schedule) -> tuple[Taken, int]:
+    """What a schedule takes, and what it keeps from forward to backward beside its results."""
+    forward = arrival = backward = kept = 0
+    for moment in timeline(chain, schedule):
+        if not isinstance(moment.action, Backward) and not arrival:
+            forward, kept = max(forward, moment.peak_bytes), moment.bytes
+        elif not arrival:
+            arrival = moment.peak_bytes
+        else:
+            backward = max(backward, moment.peak_bytes)
+    return Taken(forward, arrival, max(backward - _results_bytes(chain), 0)), kept - chain.final_carry_bytes
+
+
+def _peak(outside: Sequence[Phase], shares: Sequence[Share], taken: Sequence[Taken]) -> int:
     """Most bytes at any moment of the step, each loop taking so many while it is at work."""
     held = [0] * len(shares)
     peak = 0
     for phase in outside:
         peak = max(peak, phase.peak_bytes + sum(held))
-        if phase.loop is not None:
-            share = shares[phase.loop]
-            held[phase.loop] = 0
-            level = phase.level_bytes - phase.arriving_bytes  # which are part of the loop's plan
-            peak = max(peak, level + sum(held) + taken[phase.loop])
-            held[phase.loop] = share.left_bytes if phase.backward else share.kept_bytes
+        if phase.loop is None:
+            continue
+        share, its = shares[phase.loop], taken[phase.loop]
+        others, before = sum(held) - held[phase.loop], phase.level_bytes
+        if phase.moment == FORWARD:
+            peak, held[phase.loop] = max(peak, before + others + its.forward_bytes), share.kept_bytes
+        elif phase.moment == ARRIVAL:  # what arrives is part of the loop's plan
+            peak = max(peak, before - phase.arriving_bytes + others + its.arrival_bytes)
+        else:
+            peak, held[phase.loop] = max(peak, before + others + its.backward_bytes), share.left_bytes
     return peak

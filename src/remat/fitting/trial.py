@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,29 +27,12 @@ from ..trees import Structure
 from . import seams
 from .itemised import Itemised
 from .loops import Loop, Watch, blocks_of, loops_of
+from .outside import FINISH, Phase, gradients_of, phases, stand_in
 from .pending import PendingUse
 from .running import Gathered, Gathering
 
 _RATES = Rates(flops_per_s=1e11, bytes_per_s=1e10)
 _CUTS = 64  # a model that uses more results beside its loops has none to speak of
-
-
-class Phase(NamedTuple):
-    """A piece of the training step outside of its loops.
-
-    Attributes:
-        peak_bytes: most bytes outside of the loops during it.
-        level_bytes: those at its end.
-        loop: the loop that comes next; None at the end of the step.
-        backward: whether it is that loop's backward that comes next.
-        arriving_bytes: of those at its end, gradients that arrive for that loop's results.
-    """
-
-    peak_bytes: int
-    level_bytes: int
-    loop: int | None
-    backward: bool
-    arriving_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +43,13 @@ class Trial:
         loops: in the order of their calls.
         outside: bytes beside them, from the start of the step to its end.
         plain_peak_bytes: what the plain training step takes at most.
+        device: whose memory counts.
     """
 
     loops: tuple[Loop, ...]
     outside: tuple[Phase, ...]
     plain_peak_bytes: int
+    device: torch.device
 
 
 class Trials:
@@ -91,7 +76,7 @@ class Trials:
         structure = Structure((args, kwargs))
         leaves = structure.flatten((args, kwargs))
         self.inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.device = _device([*self.inputs, *model.parameters()])
+        self.device = device_of([*self.inputs, *model.parameters()])
         self.args, self.kwargs = structure.build([self._fake(leaf) for leaf in leaves])
         self.rates = replace(rates, device_type=self.device.type)
         self.wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -140,8 +125,7 @@ class Trials:
         anchor = torch.zeros((), requires_grad=True)
 
         def answer(number: int, gathered: Gathered) -> Sequence[Tensor]:
-            taken = [t for t in (*gathered.carry, *gathered.shared) if t.requires_grad]
-            return _StandIn.apply(ledger, number, gathered.loop.final, anchor, *taken)  # type: ignore[no-any-return]
+            return stand_in(ledger.mark, number, gathered.loop.final, anchor, gathered)
 
         self._step(ledger, Gathering(loops, answer), anchor)
         return ledger
@@ -164,18 +148,12 @@ class Trials:
                 result = seams.own_call(self.model)(*self.args, **self.kwargs)
             if isinstance(ledger, Itemised):
                 ledger.end_forward()
-            roots = _roots(result)
-            if roots:
-                wanted = [*self.wanted, *(leaf for leaf in self._fakes() if leaf.requires_grad), anchor]
-                seeds = [torch.ones_like(root) for root in roots]
-                del result
-                gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-                ledger.mark("end 0 0")
-                if isinstance(ledger, Itemised):
-                    ledger.end_step([g for g in gradients if g is not None])
-                del gradients
-            else:
-                ledger.mark("end 0 0")
+            wanted = [*self.wanted, *(leaf for leaf in self._fakes() if leaf.requires_grad), anchor]
+            gradients = gradients_of(result, wanted)
+            ledger.mark(FINISH)
+            if isinstance(ledger, Itemised):
+                ledger.end_step([g for g in gradients if g is not None])
+            del gradients
 
     def _fakes(self) -> list[Tensor]:
         leaves = Structure((self.args, self.kwargs)).flatten((self.args, self.kwargs))
@@ -192,7 +170,7 @@ def tried(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     def job() -> Trial:
         trials = Trials(model, args, kwargs)
         loops, plain = trials.loops(), trials.plain()
-        return Trial(loops, outside_of(trials.books(loops) if loops else plain), plain.peak_bytes)
+        return Trial(loops, phases((trials.books(loops) if loops else plain).readings), plain.peak_bytes, trials.device)
 
     with undisturbed(model):
         try:
@@ -229,47 +207,5 @@ def _devices(model: nn.Module) -> set[torch.device]:
     return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
 
 
-def _device(tensors: Sequence[Tensor]) -> torch.device:
+def device_of(tensors: Sequence[Tensor]) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), torch.device("cpu"))
-
-
-def outside_of(ledger: Ledger) -> tuple[Phase, ...]:
-    """What lies outside of loops that cost nothing in these books."""
-    level, found = 0, []
-    for phase in ledger.readings:
-        peak, level = level + phase.peak_bytes, level + phase.net_bytes
-        kind, number, arriving = phase.name.split()
-        found.append(Phase(peak, level, None if kind == "end" else int(number), kind == "backward", int(arriving)))
-    return tuple(found)
-
-
-def _roots(result: Any) -> list[Tensor]:
-    """Where a backward begins: a loss if the model returns one, else everything it returns that has a gradient."""
-    leaves = [leaf for leaf in Structure(result).flatten(result) if isinstance(leaf, Tensor)]
-    found = list({id(leaf): leaf for leaf in leaves if leaf.requires_grad}.values())
-    return [leaf for leaf in found if leaf.dim() == 0] or found
-
-
-class _StandIn(torch.autograd.Function):
-    """A loop that costs nothing: results as they were in the trial, zeros for gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, ledger: Ledger, number: int, examples: tuple[Tensor, ...], *taken: Tensor) -> Any:
-        ledger.mark(f"forward {number} 0")
-        ctx.ledger, ctx.number, ctx.like = (
-            ledger,
-            number,
-            [(tensor.shape, tensor.dtype, tensor.device) for tensor in taken],
-        )
-        results = tuple(example.detach() for example in examples)
-        fixed = [made for made, like in zip(results, examples, strict=True) if not like.requires_grad]
-        ctx.mark_non_differentiable(*fixed)
-        ctx.set_materialize_grads(False)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        arriving = sum(gradient.nbytes for gradient in gradients if gradient is not None)
-        ctx.ledger.mark(f"backward {ctx.number} {arriving}")
-        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
-        return None, None, None, *zeros

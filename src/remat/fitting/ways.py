@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor, nn
 
-from ..chain import chain
+from ..chain import chain_by_plan
 from ..errors import FitError, InfeasibleBudget, StepError
 from ..recurrent import KernelCalls
 from ..sizes import format_bytes
@@ -82,8 +82,8 @@ def _by_loops(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], b
             "its forward calls no list of blocks one after the other, and has no recurrent layer (plain, a step takes "
             f"about {format_bytes(trial.plain_peak_bytes)})"
         )
-    costs = survey(model, args, kwargs, trial, budget_bytes)
-    return Loops(kind_of(model, trial.loops), trial, divided(budget_bytes, trial.outside, trial.loops, costs))
+    costs, outside = survey(model, args, kwargs, trial, budget_bytes)
+    return Loops(kind_of(model, trial.loops), trial, divided(budget_bytes, outside, trial.loops, costs))
 
 
 def with_unseen(plain_bytes: int) -> int:
@@ -148,13 +148,15 @@ class Loops:
         return result
 
     def _answer(self, number: int, gathered: Gathered) -> Sequence[Tensor]:
-        budget_bytes = self.division.shares[number].budget_bytes
+        share = self.division.shares[number]
         with seams.observed(None):
             if gathered.loop.is_recurrent:
-                with KernelCalls(budget_bytes, None):
+                with KernelCalls(share.budget_bytes, None):
                     return gathered.finals(gathered.own())
-            budget = budget_bytes if needs_gradient(gathered) else 1
-            final: Sequence[Tensor] = chain(gathered.stages, gathered.carry, *gathered.shared, budget=budget)
+            plan = share.plan if share.pinned else None
+            budget = share.budget_bytes if needs_gradient(gathered) else 1
+            given = gathered.stages, gathered.carry, tuple(gathered.shared)
+            final: Sequence[Tensor] = chain_by_plan(*given, budget, plan)
             return final
 
     def _plain(self) -> str:

@@ -27,7 +27,8 @@ from .schedules import Action
 from .stages import Needs
 from .streams import random_sources
 from .sums import Captured
-from .traced.stages import TracedRanges, TracedStages
+from .traced.ranges import TracedRanges
+from .traced.stages import TracedStages
 from .traced.traced import Traced
 from .trees import Leaves, Structure
 

@@ -9,5 +9,7 @@ deferring    gradients of parameters as a few products over many steps
 programs     the graphs that are run: advance, record, backward, finish
 lowering     a graph as a Python function over aten operators
 fusing       a graph through Inductor
-stages       the loop's stages and recorder over these programs
+stages       the loop's stages over these programs
+passes       tapes of ranges consumed, and what is summed on the way
+ranges       the loop's recorder
 """

@@ -6,7 +6,7 @@ oneDNN convolves with channels last without rearranging anything on the way. A 3
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -31,13 +31,13 @@ def blank(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value, memory_format=format_of(value), requires_grad=False)
 
 
-def stacked(value: torch.Tensor, steps: int) -> torch.Tensor:
-    """Fresh memory for such a value of many steps, time first, each in its layout."""
-    made = torch.empty((steps, *value.shape), dtype=value.dtype, device=value.device)
+def stacking(value: torch.Tensor) -> Callable[[int], torch.Tensor]:
+    """Makes fresh memory for such a value of so many steps, time first, each in its layout."""
+    new, shape = torch.empty(0, dtype=value.dtype, device=value.device).new_empty, tuple(value.shape)
     if format_of(value) is torch.contiguous_format:
-        return made
-    batch, channels, height, width = value.shape
-    return made.view(steps, batch, height, width, channels).permute(0, 1, 4, 2, 3)
+        return lambda steps: new((steps, *shape))
+    batch, channels, height, width = shape
+    return lambda steps: new((steps, batch, height, width, channels)).permute(0, 1, 4, 2, 3)
 
 
 def with_channels_last(value: Any) -> bool:

@@ -153,18 +153,43 @@ def _backward(
     carries: Sequence[frozenset[int]],
     stages: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """A backward node belongs to the highest segment whose values it, or a node after it, reads.
+    """A backward node belongs to the segment whose values it reads, or to a later one where a node that needs it does.
 
-    A value that enters the next segment counts as that segment's: its carry is at hand there.
+    Only who needs whom counts, not the order in which the graph has them: there segments interleave, and a node would
+    have its own segment run again in the midst of a later one. What reads no such value follows what it is made from, so
+    that sums of gradients go on as they come. What draws or has effects keeps its order.
     """
     enters = {root: number + 1 for number in reversed(range(len(carries))) for root in carries[number]}
     needed = [k for k in graph.needed_for(tuple(graph.final_gradients)) if k in graph.backward]
-    parts: list[list[int]] = [[] for _ in range(stages)]
-    highest = 0
+    own = {k: _read_of(graph, k, stage_of, of, enters) for k in needed}
+    least: dict[int, int] = {}
+    ordered = 0
     for k in reversed(needed):
-        for source in graph.nodes[k].inputs:
-            for root in of[source]:
-                if root in stage_of:
-                    highest = max(highest, enters.get(root, stage_of[root]))
-        parts[highest].append(k)
-    return tuple(tuple(reversed(part)) for part in parts)
+        least[k] = max([own[k] or 0, *(least[user] for user in graph.users[k] if user in least)])
+        if _keeps_order(graph, k):
+            least[k] = ordered = max(least[k], ordered)
+    part_of: dict[int, int] = {}
+    parts: list[list[int]] = [[] for _ in range(stages)]
+    for k in needed:
+        before = [part_of[source] for source in graph.nodes[k].inputs if source in part_of]
+        free = own[k] is None and before and not _keeps_order(graph, k)
+        part_of[k] = min(before) if free else least[k]
+        parts[part_of[k]].append(k)
+    return tuple(map(tuple, parts))
+
+
+def _read_of(
+    graph: Graph, node: int, stage_of: dict[int, int], of: Sequence[tuple[int, ...]], enters: dict[int, int]
+) -> int | None:
+    """The last segment whose values a node reads, if any.
+
+    Those that enter the next segment count as that one's, for they are at hand there, unless it reads others besides.
+    """
+    read = {root for source in graph.nodes[node].inputs for root in of[source] if root in stage_of}
+    place = stage_of if read - enters.keys() else enters
+    return max((place[root] for root in read), default=None)
+
+
+def _keeps_order(graph: Graph, node: int) -> bool:
+    found = graph.nodes[node].kind
+    return found is Kind.RANDOM or not found.repeatable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import subprocess
@@ -9,13 +10,14 @@ import sys
 import weakref
 from importlib import import_module
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import remat
 from remat.chains import Chain, Stage, Tape
-from remat.errors import InfeasibleBudget, RematError
+from remat.errors import InfeasibleBudget, RematError, UnsupportedChain
 from remat.planners import names
 from remat.plans import plan, problem_in_slots
 from remat.report import measured_curve, plan_curve
@@ -39,6 +41,24 @@ def test_the_tight_planner_when_it_does_not() -> None:
     assert made.planner == "tight"
     assert made.forward_runs > 60
     assert made.peak_bytes <= EVERYTHING - 1
+
+
+def test_auto_is_as_fast_as_any_and_mixes_tapes() -> None:
+    menu = (Tape(90, entering_bytes=10, forward_s=1.0, backward_s=2.0), Tape(30, entering_bytes=10, backward_s=2.7))
+    slow = tuple(msgspec.structs.replace(tape, forward_s=1.5) for tape in menu)
+    for runs in (((Stage(10, menu), 12),), ((Stage(10, menu), 5), (Stage(20, slow), 7))):
+        chain = Chain(runs, output_bytes=10)
+        kept, mixed = simulate(chain, plan(chain, 10**6).schedule), 0
+        for share in range(20, 100, 5):
+            budget = kept.peak_bytes * share // 100
+            made = plan(chain, budget)
+            others = []
+            for name in ("keep-all", "tight", "unequal"):
+                with contextlib.suppress(InfeasibleBudget, UnsupportedChain):
+                    others.append(plan(chain, budget, name).seconds)
+            assert made.seconds == min(others)
+            mixed += len({action.entry for action in made.schedule if isinstance(action, Record)}) > 1
+        assert mixed > 3
 
 
 def test_a_refusal_on_the_way_keeps_nobody_alive() -> None:

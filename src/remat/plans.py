@@ -17,8 +17,8 @@ from .schedules import Action, Backward, Drop, Record, Schedule, Store
 from .simulator import Simulation, simulate, timeline
 from .sizes import format_bytes, format_seconds, parse_bytes
 
-# Cheapest answer first: what keeps everything recomputes nothing, so if it fits there is nothing better.
-_AUTO: Final = ("keep-all", "tight", "unequal")
+_AUTO: Final = ("keep-all", "tight", "unequal")  # the first that can; keeping everything takes no time to plan
+_MIXED: Final = 256  # so many stages at most are also planned with tapes of different kinds: it takes half a second
 _PAPERS: Final = ("hsm", "ism", "msm", "tight")  # these count in the paper's units as the paper does
 _SHOWN: Final = 8  # so many stored carries or recorded ranges are listed one by one
 
@@ -221,6 +221,26 @@ def _named(name: str, chain: Chain, budget_bytes: int) -> Schedule:
 
 
 def _auto(chain: Chain, budget_bytes: int) -> Schedule:
+    found = _first(chain, budget_bytes)
+    if found.planner == _AUTO[-1] or chain.length > _MIXED or _is_fastest(chain, found):
+        return found
+    # The others record all stages alike: some of them with a faster tape may fit as well.
+    try:
+        mixed = _named(_AUTO[-1], chain, budget_bytes)
+    except InfeasibleBudget:  # its sizes are rounded up
+        return found
+    return min((found, mixed), key=lambda schedule: simulate(chain, schedule).seconds)
+
+
+def _is_fastest(chain: Chain, found: Schedule) -> bool:
+    """Whether all menus leave no choice, or everything is kept and no stage has a faster tape."""
+    if all(len(stage.menu) == 1 for stage, _ in chain.runs):
+        return True
+    fastest = sum(count * min(tape.forward_s + tape.backward_s for tape in stage.menu) for stage, count in chain.runs)
+    return found.planner == "keep-all" and simulate(chain, found).seconds <= fastest * (1 + 1e-9)
+
+
+def _first(chain: Chain, budget_bytes: int) -> Schedule:
     candidates = [name for name in _AUTO if name in names()]
     for name in candidates[:-1]:
         try:

@@ -202,7 +202,7 @@ class _Search:
     def _tightened(self, now: _State, target_bytes: int) -> _State:
         """Idle results dropped until the peak is as small as this, or nothing helps."""
         for _ in range(_ROUNDS):
-            if now.peak_bytes <= target_bytes:
+            if now.peak_bytes <= target_bytes or self.effort > _EFFORT:
                 break
             order = now.order
             drops = [drop for _, drop in zip(range(_AT_ONCE), self._drops(now), strict=False)]

@@ -161,7 +161,8 @@ def _backward(
     """
     enters = {root: number + 1 for number in reversed(range(len(carries))) for root in carries[number]}
     needed = [k for k in graph.needed_for(tuple(graph.final_gradients)) if k in graph.backward]
-    own = {k: _read_of(graph, k, stage_of, of, enters) for k in needed}
+    reads = _reads(graph, stage_of, of)
+    own = {k: _last_read(reads[k], stage_of, enters) for k in needed}
     least: dict[int, int] = {}
     ordered = 0
     for k in reversed(needed):
@@ -178,14 +179,28 @@ def _backward(
     return tuple(map(tuple, parts))
 
 
-def _read_of(
-    graph: Graph, node: int, stage_of: dict[int, int], of: Sequence[tuple[int, ...]], enters: dict[int, int]
-) -> int | None:
-    """The last segment whose values a node reads, if any.
+def _reads(graph: Graph, stage_of: dict[int, int], of: Sequence[tuple[int, ...]]) -> list[frozenset[int]]:
+    """For each node the roots of the forward that it reads, itself or through what is made for the backward only.
 
-    Those that enter the next segment count as that one's, for they are at hand there, unless it reads others besides.
+    That is what depends on no tangent and no output needs, such as the derivative of a `tanh` at its result.
     """
-    read = {root for source in graph.nodes[node].inputs for root in of[source] if root in stage_of}
+    found: list[frozenset[int]] = []
+    for node in graph.nodes:
+        read: set[int] = set()
+        for source in node.inputs:
+            if source in graph.backward:
+                continue
+            inside = [root for root in of[source] if root in stage_of]
+            read.update(inside or (() if source in stage_of else found[source]))
+        found.append(frozenset(read))
+    return found
+
+
+def _last_read(read: frozenset[int], stage_of: dict[int, int], enters: dict[int, int]) -> int | None:
+    """The last segment to which any of these roots belongs, if there are any.
+
+    Those that enter the next segment count as that one's, for they are at hand there, unless others are read besides.
+    """
     place = stage_of if read - enters.keys() else enters
     return max((place[root] for root in read), default=None)
 

@@ -36,7 +36,7 @@ def test_what_it_finds_computes_the_same_in_less_time(name: str) -> None:
     begin = without_dead(graph, strategy("sqrt")(graph))
     peak = liveness(graph, begin).peak_bytes
     budget = peak + (liveness(graph, plain).peak_bytes - peak) // 2
-    found = Refiner(graph).refined(begin, budget)
+    found = Refiner(graph).refined([begin], budget)
     assert liveness(graph, found).peak_bytes <= max(budget, peak)
     assert graph.seconds_of(found) <= graph.seconds_of(begin)
     first = [k for k in dict.fromkeys(found.order) if graph.nodes[k].kind is Kind.RANDOM]
@@ -51,5 +51,5 @@ def test_all_that_a_budget_has_room_for_is_kept() -> None:
     plain = without_dead(graph, graph.plain)
     begin = without_dead(graph, strategy("sqrt")(graph))
     assert graph.seconds_of(begin) > graph.seconds_of(plain)
-    found = Refiner(graph).refined(begin, liveness(graph, plain).peak_bytes)
+    found = Refiner(graph).refined([begin], liveness(graph, plain).peak_bytes)
     assert graph.seconds_of(found) == graph.seconds_of(plain)

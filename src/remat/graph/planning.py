@@ -23,7 +23,9 @@ from .refinement import Refiner
 from .segments import root_bytes, segment
 from .strategies import strategy
 
-_TRIALS: Final = 10
+_TRIALS: Final = 8
+_SMALLER: Final = 4  # programs for budgets down to this part of the one at hand are made faster, too,
+_STARTS: Final = 16  # but so many at most
 WAITING_SHARE: Final = 1000  # gradients are handed out once they make up this part of the budget
 _RULES: Final = ("drop-cheap", "sqrt", "budgeted")  # of Chen's strategies
 _CLOSE: Final = 0.995  # of the budget used: no more is asked for
@@ -165,9 +167,18 @@ class Planner:
         return Refiner(self.graph, gradients_exist=self.gradients_exist, candidates=self.candidates)
 
     def _refine(self, room: int) -> None:
-        """Make the fastest program faster, by single nodes and exact bytes: others seldom lead to a faster one."""
-        begin = self._fitting(room)[0][0]
-        self._refined.append(self._judged(self._refiner.refined(begin, room)))
+        """Make programs faster, by single nodes and exact bytes.
+
+        From slower ones with room to spare too, those for smaller budgets among them: they often end up faster.
+        """
+        asked = self.plain[1]
+        while asked > max(room // _SMALLER, self._least_asked):
+            if asked < room:
+                self._try(asked)
+            asked = asked * 4 // 5  # the same ones for all budgets
+        distinct = {(peak, seconds): made for made, peak, seconds in self._fitting(room)}
+        starts = list(distinct.values())[:_STARTS]
+        self._refined.append(self._judged(self._refiner.refined(starts, room)))
 
     def _result(self, budget_bytes: int, found: tuple[Program, int, float]) -> GraphPlan:
         made, peak_bytes, seconds = found

@@ -87,6 +87,9 @@ class _Walk:
         self.tapes = tapes
         self.emitter = Emitter(segments.graph)
         self.roots = roots(segments.graph)
+        nodes = segments.graph.nodes
+        self.once = frozenset(k for k, node in enumerate(nodes) if not node.kind.repeatable)
+        self.stays = self.once | segments.graph.backward | self.emitter.inputs
         self.slots: set[int] = set()
         self.recorded: dict[int, int] = {}  # segment -> entry
         self.ends: dict[int, int] = {}  # first segment of a recorded range -> the carry at its end
@@ -126,8 +129,7 @@ class _Walk:
 
     def _gone(self) -> frozenset[int]:
         """Values that may not be made again are at hand or never needed."""
-        nodes = self.segments.graph.nodes
-        return frozenset(k for k in self.emitter.executed if not nodes[k].kind.repeatable)
+        return self.once & self.emitter.executed
 
     def _backward(self, start: int, stop: int) -> None:
         if self.forward_steps is None:
@@ -147,15 +149,11 @@ class _Walk:
             held |= self.segments.carries[at]
         for stage, entry in self.recorded.items():
             held |= self.tapes[stage][entry]
-        emitter, graph = self.emitter, self.segments.graph
-        emitter.at_hand = {
-            k
-            for k in emitter.at_hand
-            if k in emitter.inputs
-            or k in graph.backward
-            or not graph.nodes[k].kind.repeatable
-            or all(root in held or root in emitter.inputs for root in self.roots[k])
-        }
+        held |= self.emitter.inputs
+        at_hand = self.emitter.at_hand
+        self.emitter.at_hand = {
+            k for k in at_hand - self.stays if held.issuperset(self.roots[k])
+        } | at_hand & self.stays
 
     def finish(self) -> Program:
         """What is left to do: gradients that need no tangent."""

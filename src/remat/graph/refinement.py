@@ -1,4 +1,4 @@
-"""A program made faster within its budget: a local search by exact bytes, whatever the program came from.
+"""Programs made faster within a budget: a local search by exact bytes, whatever the programs came from.
 
 Two moves. A second run is *left out*: what the run before made is kept until then. And what lies idle is *dropped*: the
 run that made it comes again right before the next read, together with what it needs and is not there. The first spends
@@ -21,6 +21,8 @@ from .reduced import Reduced
 _SHARPNESS: Final = (2.0, 16.0)
 _SWEEPS: Final = 6
 _EFFORT: Final = 8 * 10**7  # places looked at: about a second
+_AFFORDABLE: Final = _EFFORT // 8  # one sweep of several
+_BEGINNING: Final = _EFFORT // 4  # for filling the programs that are begun with
 _OVERHEAD: Final = 4000  # as many places take the time of what is done around one drop
 _TRIALS: Final = 60  # drops that are tried from one program
 _TIGHTER: Final = (0.98, 0.95, 0.9, 0.8)
@@ -79,16 +81,16 @@ class Refiner:
 
     def judged(self, program: Program) -> tuple[int, float]:
         """Peak bytes and seconds of a program whose views are made as `Reduced.program` makes them."""
-        search = _Search(self, self.reduced.units(program), 0)
-        found = search.state(search.start)
+        order = np.array(self.reduced.units(program), dtype=np.int64)
+        found = _Search(self, order, 0).state(order)
         return found.peak_bytes, found.nanoseconds / _NS
 
-    def refined(self, program: Program, budget_bytes: int) -> Program:
-        """As fast as the search gets it within the budget; what it needs by itself if that is more."""
+    def refined(self, programs: Sequence[Program], budget_bytes: int) -> Program:
+        """As fast as the search gets within the budget from one of these; the first, at best, if it exceeds that."""
         if not self.possible:
-            return program
-        search = _Search(self, self.reduced.units(program), budget_bytes)
-        return self.reduced.program(search.run())
+            return programs[0]
+        orders = [np.array(self.reduced.units(program), dtype=np.int64) for program in programs]
+        return self.reduced.program(_Search(self, orders[0], budget_bytes).run(orders))
 
 
 class _Arrays(NamedTuple):
@@ -114,14 +116,13 @@ class _State:
 
 
 class _Search:
-    """From one program."""
+    """From programs that draw in one order, `first` is one of them."""
 
-    def __init__(self, refiner: Refiner, order: list[int], budget_bytes: int) -> None:
+    def __init__(self, refiner: Refiner, first: np.ndarray, budget_bytes: int) -> None:
         self.refiner = refiner
-        self.start = np.array(order, dtype=np.int64)
         self.budget_bytes = budget_bytes
         self.effort = 0
-        self.random = self._draws(self.start)
+        self.random = self._draws(first)
 
     def _draws(self, order: np.ndarray) -> list[int]:
         """Units that draw, in the order of their first runs, by which the generator's stream goes."""
@@ -148,8 +149,7 @@ class _Search:
         if guarded >= 0:
             guards[guarded] = 1
         weight, worth = np.zeros((2, len(order)))
-        again = len(order) - len(set(order.tolist()))
-        self.effort += 2 * again * len(order)
+        self.effort += 2 * self._again(order) * len(order)
         nanoseconds = spare(
             order,
             *self.refiner.arrays,
@@ -165,14 +165,14 @@ class _Search:
         )
         return _State(order[before >= 0].copy(), nanoseconds, before[before >= 0])
 
-    def run(self) -> list[int]:
+    def run(self, orders: Sequence[np.ndarray]) -> list[int]:
         """The fastest order found."""
-        begin = self.state(self.start)
-        if (len(self.start) - len(set(self.start.tolist()))) * len(self.start) > _EFFORT // 8:  # one sweep of several
-            return list(map(int, self.start))
-        if begin.peak_bytes > self.budget_bytes:
-            begin = self._tightened(begin, self.budget_bytes)
-        best = self._climbed(self._filled(begin))
+        best = self._begun(orders)
+        if self._again(best.order) * len(best.order) > _AFFORDABLE:
+            return list(map(int, best.order))
+        if best.peak_bytes > self.budget_bytes:
+            best = self._filled(self._tightened(best, self.budget_bytes))
+        best = self._climbed(best)
         for share in _TIGHTER:
             if self.effort > _EFFORT:
                 break
@@ -180,6 +180,23 @@ class _Search:
             if self._is_better(found, best):
                 best = found
         return list(map(int, best.order))
+
+    def _begun(self, orders: Sequence[np.ndarray]) -> _State:
+        """The fastest order once all have spent the bytes that they leave: one that leaves more may gain more."""
+        best = self.state(orders[0])
+        for order in orders:
+            if self._again(order) * len(order) > _AFFORDABLE or self.effort > _BEGINNING:
+                continue
+            found = self._filled(self.state(order))
+            if self._is_better(found, best):
+                best = found
+        self.effort = 0
+        return best
+
+    @staticmethod
+    def _again(order: np.ndarray) -> int:
+        """How many runs are not the first of their unit."""
+        return len(order) - len(set(order.tolist()))
 
     def _is_better(self, found: _State, now: _State) -> bool:
         """Faster, no larger than it may be, and drawing in the same order."""

@@ -156,8 +156,8 @@ def _backward(
     """A backward node belongs to the segment whose values it reads, or to a later one where a node that needs it does.
 
     Only who needs whom counts, not the order in which the graph has them: there segments interleave, and a node would
-    have its own segment run again in the midst of a later one. What reads no such value follows what it is made from, so
-    that sums of gradients go on as they come. What draws or has effects keeps its order.
+    have its own segment run again in the midst of a later one. What reads no such value follows what it is made from,
+    so that sums of gradients go on as they come. What draws or has effects keeps its order.
     """
     enters = {root: number + 1 for number in reversed(range(len(carries))) for root in carries[number]}
     needed = [k for k in graph.needed_for(tuple(graph.final_gradients)) if k in graph.backward]

@@ -17,6 +17,7 @@ from nets import Decoder, Residual
 from remat.blocks import costs as blockcosts
 from remat.blocks import survey
 from remat.chains import Tape
+from remat.profiler import Costs
 from remat.ranges import SELECTIVE
 from remat.schedules import Record
 from stacks import STACKS
@@ -234,3 +235,13 @@ def test_random_perceptrons_on_paper(widths: list[int], kind: str) -> None:
     measured = remat.profile(blocks, x, progress=False)
     paper = remat.profile(blocks, x, device="meta", rates=RATES)
     assert_close(paper, measured)
+
+
+@pytest.mark.parametrize(
+    ("held", "workspace", "room"), [(0, 900, 0), (50, 900, 50), (50, 130, 30), (50, 20, 0)], ids=str
+)
+def test_room_for_what_a_first_pass_holds_is_no_more_than_that(held: int, workspace: int, room: int) -> None:
+    """A step of 10 bytes of carry and of outputs, whose backward takes 100 and whose forward takes more or less."""
+    stage = remat.Stage(10, (remat.Tape(30, backward_workspace_bytes=100),), workspace_bytes=workspace)
+    costs = Costs(stage, 10, 10, 10, 0, state_bytes=7, first_pass_bytes=held)
+    assert costs.chain(5, 0).output_bytes == 5 * 10 + 7 + room

@@ -167,12 +167,13 @@ class Costs:
 
         The last stage is run in the forward and consumed in the backward, with as much stored. When it is consumed, the
         gradients of the outputs and the backward's workspace are there instead of what the first pass holds and the
-        forward's workspace.
+        forward's workspace, for which a plan has room by itself.
         """
         stage = self.stage
         running = max(stage.workspace_bytes, *(tape.workspace_bytes for tape in stage.menu))
         consuming = min(tape.backward_workspace_bytes for tape in stage.menu)
-        return max(self.first_pass_bytes + running - output_gradient_bytes - consuming, 0)
+        excess = self.first_pass_bytes + running - output_gradient_bytes - consuming
+        return min(max(excess, 0), self.first_pass_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,7 +345,7 @@ def test_the_smallest_budget_named_in_a_refusal_works(
     assert "remat" not in vars(model)  # it is as it was
     remat.fit(model, inputs(), budget=refused.value.smallest_budget_bytes)
     peak_bytes, _ = trained(model, (inputs(),), {})
-    assert 0.95 * refused.value.smallest_budget_bytes <= peak_bytes <= refused.value.smallest_budget_bytes
+    assert 0.9 * refused.value.smallest_budget_bytes <= peak_bytes <= refused.value.smallest_budget_bytes
 
 
 def test_there_is_room_for_what_a_model_returns() -> None:

@@ -55,15 +55,17 @@ def choose(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budg
     seams.install(blocks_of(model))
     try:
         return _by_loops(model, args, kwargs, budget_bytes)
-    except (FitError, InfeasibleBudget, StepError) as first:
-        try:
-            return as_graph(model, args, kwargs, budget_bytes, _why(first))
-        except (FitError, InfeasibleBudget) as second:
-            if isinstance(first, InfeasibleBudget):  # what it asks for is found again each time
-                raise first from None
-            if isinstance(second, InfeasibleBudget):
-                raise
-            raise FitError(f"{type(model).__name__}: as loops, {first}; as a graph, {second}") from first
+    except (FitError, InfeasibleBudget, StepError) as error:
+        first = error
+    try:  # after the handler, where nothing that is raised has the first error for its context
+        return as_graph(model, args, kwargs, budget_bytes, _why(first))
+    except InfeasibleBudget as second:
+        refusals = [each for each in (first, second) if isinstance(each, InfeasibleBudget)]
+        raise min(refusals, key=lambda refusal: refusal.smallest_budget_bytes) from None
+    except FitError as second:
+        if isinstance(first, InfeasibleBudget):
+            raise first from None
+        raise FitError(f"{type(model).__name__}: as loops, {first}; as a graph, {second}") from first
 
 
 def _why(error: Exception) -> str:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 from ..trees import Leaves, Structure
+
+_MUCH: Final = 3  # times as long is a run inside of blocks that do more than that, to be better than one of those
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,21 +118,37 @@ def loops_of(watch: Watch, names: dict[nn.Module, str], cuts: Iterable[nn.Module
 
 
 def _chosen(calls: Sequence[_Seen], ends: set[int]) -> list[list[_Seen]]:
-    """Runs of calls, as fine as they come: opened if that makes one longer run, left for longer ones inside."""
+    """Runs of calls, as fine as they come: opened if that makes one longer run, left for much longer ones inside."""
     found: list[list[_Seen]] = []
     for run in _runs(calls, ends):
-        if all(_is_sequence(call, call.inside) or not call.inside for call in run):
-            opened = [inner for call in run for inner in call.inside or [call]]
-            if len(opened) > len(run) and len(finer := _chosen(opened, ends)) == 1:
-                found += finer
-                continue
+        opened = [inner for call in run for inner in (call.inside if _opens(call) else [call])]
+        if len(opened) > len(run) and len(finer := _chosen(opened, ends)) == 1:
+            found += finer
+            continue
         inside = [inner for call in run for inner in _chosen(call.inside, ends)]
         alone = len(run) == 1 and not isinstance(run[0].block, nn.RNNBase)
-        if alone or max(map(len, inside), default=0) > len(run):
+        longest = max(map(len, inside), default=0)
+        if alone or longest > len(run) * (1 if _is_filled(run, inside) else _MUCH):
             found += inside
         else:
             found.append(run)
     return found
+
+
+def _opens(call: _Seen) -> bool:
+    """Whether calls inside may take the place of a call; those that change what they take stay with what made it."""
+    return _is_sequence(call, call.inside) and not any(_hands_on(inner) for inner in call.inside)
+
+
+def _hands_on(call: _Seen) -> bool:
+    """Whether a call returns what it takes: the same, or changed in place."""
+    return bool(_ids(call.made) & _ids(call.given))
+
+
+def _is_filled(run: Sequence[_Seen], inside: Sequence[Sequence[_Seen]]) -> bool:
+    """Whether what each call of a run returns is what a run inside of it has made."""
+    made = set[int]().union(*(_ids(inner[-1].made) for inner in inside))
+    return all(_ids(call.made) & made for call in run)
 
 
 def _ends(call: _Seen, ends: set[int]) -> bool:
@@ -141,7 +159,7 @@ def _ends(call: _Seen, ends: set[int]) -> bool:
 def _is_sequence(call: _Seen, inner: Sequence[_Seen]) -> bool:
     if len(inner) < 2 or _has_hooks(call.block):
         return False
-    linked = all(_linked(a, b) for a, b in pairwise(inner))
+    linked = _all_linked(inner)
     starts = _ids(call.given) & _ids(inner[0].given)
     return linked and bool(starts) and _ids(call.made) <= _ids(inner[-1].made) | _ids(call.given)
 
@@ -156,9 +174,15 @@ def _ids(leaves: Iterable[Any]) -> set[int]:
     return {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def _linked(before: _Seen, after: _Seen) -> bool:
-    """Whether a call takes what the one before it made."""
-    return bool((_ids(before.made) - _ids(before.given)) & _ids(after.given))
+def _linked(before: _Seen, after: _Seen, handed: set[int]) -> bool:
+    """Whether a call takes what the one before it made, or handed on of what it was handed itself."""
+    made = _ids(before.made)
+    return bool((made - _ids(before.given) | made & handed) & _ids(after.given))
+
+
+def _all_linked(calls: Sequence[_Seen]) -> bool:
+    handed = [set[int](), *(_ids(call.made) for call in calls)]  # the first block's own carry exists
+    return all(_linked(a, b, before) for (a, b), before in zip(pairwise(calls), handed, strict=False))
 
 
 def _runs(calls: Sequence[_Seen], ends: set[int]) -> Iterator[list[_Seen]]:
@@ -171,7 +195,7 @@ def _runs(calls: Sequence[_Seen], ends: set[int]) -> Iterator[list[_Seen]]:
             alone
             or isinstance(run[-1].block, nn.RNNBase)
             or _ends(run[-1], ends)
-            or not _linked(run[-1], call)
+            or not _linked(run[-1], call, _ids(run[-2].made) if len(run) > 1 else set())
             or (earlier - _ids(run[-1].made)) & _ids(call.given)
         ):
             yield run

@@ -428,3 +428,64 @@ def test_no_budget_takes_most_of_what_is_free(budget: Any, monkeypatch: pytest.M
     model = remat.fit(Decoder(4), tokens(), budget=budget)
     assert model.remat.budget_bytes == 8 * 2**20  # nine tenths, rounded down to three binary digits
     assert model.remat.peak_bytes <= 8 * 2**20
+
+
+# ---- blocks that change what they take
+
+
+class Pictures(nn.Module):
+    """Convolutions whose activations work in place; stages that are sequences, of which one has a single block."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        activated = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(inplace=True))
+        stages = (nn.Sequential(*(self.Residual() for _ in range(count))) for count in (1, 4, 4))
+        self.features = nn.Sequential(activated, *stages, nn.Conv2d(8, 8, 1), nn.ReLU(inplace=True), nn.Identity())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).mean((2, 3))).square().mean()
+
+
+class Reused(nn.Module):
+    """What a block has changed in place, and what one hands on, is used beside the next block too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        changing = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)) for _ in range(4))
+        self.blocks = nn.ModuleList([each for pair in changing for each in pair])
+        self.last = nn.ModuleList([Block(0), nn.Identity(), Block(1), Block(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            before = x
+            block(x) if number % 2 else None
+            x = x if number % 2 else block(x)
+            if number == 5:
+                x = x + before
+        for block in self.last:
+            before, x = x, block(x)
+            if isinstance(block, nn.Identity):
+                x = x * 0.5 + before
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("kind", "share"), [(Pictures, 0.4), (Reused, 0.85)])
+def test_blocks_that_change_or_hand_on_what_they_take(kind: Callable[[], nn.Module], share: float) -> None:
+    x = torch.randn(8, 3, 24, 24) if kind is Pictures else values()
+    torch.manual_seed(1)
+    plain_bytes, wanted = trained(kind(), (x,), {})
+    torch.manual_seed(1)
+    model = remat.fit(kind(), x, budget=int(share * plain_bytes))
+    assert model.remat.way == "blocks"
+    peak_bytes, found = trained(model, (x,), {})
+    assert_same(found, wanted)
+    assert peak_bytes <= share * plain_bytes

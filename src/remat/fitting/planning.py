@@ -141,7 +141,7 @@ def survey(
         finals.append([made.detach().requires_grad_(like.requires_grad) for made, like in pairs])
         if number + 1 == len(trial.loops):
             raise _Enough
-        return finals[-1]
+        return [final.clone() for final in finals[-1]]  # which may be changed in place, as leaves may not
 
     if not trial.loops:
         return (), trial.outside

@@ -2,13 +2,15 @@
 
 Random weights from configurations, small shapes, one training step with a loss. Peaks are those of forward and backward
 together, parameter gradients included, which are made anew in every step. Results and gradients are compared with the
-plain step's by `torch.equal`. Needs transformers, snntorch and torchdiffeq (the extra `bench`).
+plain step's by `torch.equal`. Needs transformers, snntorch and torchdiffeq (the extra `bench`);
+where there is torchvision, two of its models are added.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -114,6 +116,31 @@ def resnet() -> tuple[nn.Module, dict[str, Any]]:
 def convnext() -> tuple[nn.Module, dict[str, Any]]:
     sizes = {"hidden_sizes": [16, 32, 48, 64], "depths": [4, 4, 8, 4], "drop_path_rate": 0.1}
     return hugging("ConvNextForImageClassification", "ConvNextConfig", **sizes), pictures(16, 96)
+
+
+class Classified(nn.Module):
+    """A model of torchvision with a loss."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        import torchvision
+
+        super().__init__()
+        self.inner = getattr(torchvision.models, name)(weights=None, num_classes=10, **options)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.inner(pixel_values)
+        return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
+
+
+if importlib.util.find_spec("torchvision") is not None:  # it is no part of the extra
+
+    @case("torchvision's ResNet-50")
+    def resnet50() -> tuple[nn.Module, dict[str, Any]]:
+        return Classified("resnet50"), pictures(16, 128)
+
+    @case("torchvision's ConvNeXt")
+    def convnext_tiny() -> tuple[nn.Module, dict[str, Any]]:
+        return Classified("convnext_tiny"), pictures(16, 128)
 
 
 # ---- loops over time

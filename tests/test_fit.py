@@ -489,3 +489,35 @@ def test_blocks_that_change_or_hand_on_what_they_take(kind: Callable[[], nn.Modu
     peak_bytes, found = trained(model, (x,), {})
     assert_same(found, wanted)
     assert peak_bytes <= share * plain_bytes
+
+
+class Stemmed(nn.Module):
+    """A stem before the list and a norm after it; the stem may share its weight with the head."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.stem, self.act = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)
+        self.blocks = nn.ModuleList(Block(number) for number in range(4))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        if tied:
+            self.head.weight = self.stem.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) * 2).square().mean()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_stands_beside_a_list_is_part_of_its_loop(tied: bool) -> None:
+    make = partial(Stemmed, tied=tied)
+    torch.manual_seed(1)
+    plain_bytes, wanted = trained(make(), (values(),), {})
+    torch.manual_seed(1)
+    model = remat.fit(make(), values(), budget=int(0.6 * plain_bytes))
+    first = "blocks.0" if tied else "stem"  # a weight that is used elsewhere too stays outside, whole
+    assert f"{first} … norm" in model.remat.explain()
+    peak_bytes, found = trained(model, (values(),), {})
+    assert_same(found, wanted)
+    assert peak_bytes <= 0.6 * plain_bytes

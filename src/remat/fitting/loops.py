@@ -1,12 +1,13 @@
 """Loops of blocks inside a model, found by watching one run of its forward.
 
-A *block* is a child of a list of modules (`ModuleList`, `Sequential`), or a recurrent layer. A *loop* is a sequence of
-calls of blocks in which each takes what the one before it returned, the very same tensor, and in which nobody else
-takes it. Where a block does nothing but call such a sequence, the sequence stands for it.
+A *block* is a child of a list of modules (`ModuleList`, `Sequential`), stands beside one, as a stem, or is a recurrent
+layer. A *loop* is a sequence of calls of blocks in which each takes what the one before it returned, the very same
+tensor, and in which nobody else takes it. Where a block does nothing but call such a sequence, that stands for it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ..trees import Leaves, Structure
 
+_LISTS: Final = (nn.ModuleList, nn.Sequential)
 _MUCH: Final = 3  # times as long is a run inside of blocks that do more than that, to be better than one of those
 
 
@@ -78,12 +80,38 @@ def blocks_of(model: nn.Module) -> dict[nn.Module, str]:
     """Modules whose calls may make a loop, with their names."""
     found: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
+        if isinstance(module, _LISTS):
             for number, child in module.named_children():
                 found.setdefault(child, f"{name}.{number}" if name else number)
         if isinstance(module, nn.RNNBase) and module is not model:
             found.setdefault(module, name)
+    for name, module in _beside_lists(model):
+        found.setdefault(module, name)
     return found
+
+
+def _beside_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules beside the outermost lists, on any level down to them, such as a stem: a loop may begin or end there.
+
+    Left out is what hooks watch, and what has a weight in common with others: were one of its uses in a loop and others
+    outside, its gradient would be added up in another order. Embeddings keep nothing that would be worth it.
+    """
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    queue = [("", model)] if _has_lists(model) else []
+    while queue:
+        prefix, owner = queue.pop()
+        if isinstance(owner, _LISTS):
+            continue
+        for name, child in owner.named_children():
+            tied = any(uses[id(parameter)] > 1 for parameter in child.parameters())
+            if _has_lists(child):
+                queue.append((f"{prefix}{name}.", child))
+            elif not (tied or _has_hooks(child) or isinstance(child, nn.Embedding | nn.EmbeddingBag)):
+                yield f"{prefix}{name}", child
+
+
+def _has_lists(model: nn.Module) -> bool:
+    return any(isinstance(module, _LISTS) for module in model.modules())
 
 
 class Watch:

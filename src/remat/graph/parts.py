@@ -86,7 +86,7 @@ class Model:
         self.steps: list[tuple[Part, ...]] = []
         self.lock = threading.RLock()
         self._frames: set[object] = set()
-        self._followed = False
+        self._followed = self._more = False
         self._calls: list[Part] = []  # of the step under way
         self._live: list[tuple[weakref.ref[Run], Part]] = []
 
@@ -101,6 +101,7 @@ class Model:
         """
         with self.lock:
             self._frames.add(frame)
+            self._more = followed
             self._followed = self._followed or followed
         return Part(self, module, inputs)
 
@@ -143,13 +144,16 @@ class Model:
         if all(each.is_provisional for each in before):
             peak = step_peak_bytes([*(each.take for each in before), take_of(found, planner)])
             if peak > self.room_bytes:
-                raise self._infeasible(peak)
+                raise self._infeasible(peak, len(before) + 1, more=self._more)
         return found
 
-    def _infeasible(self, peak_bytes: int) -> InfeasibleBudget:
+    def _infeasible(self, peak_bytes: int, count: int, *, more: bool = False) -> InfeasibleBudget:
         budget = self.options.budget_bytes or 0
         smallest = peak_bytes + 2 * reserve_bytes(peak_bytes)  # the second for the reserve's own reserve
-        return InfeasibleBudget(budget, smallest, {f"{len(self._frames)} graphs of one model together": peak_bytes})
+        name = "1 graph of the model" if count == 1 else f"{count} graphs of one model together"
+        if more:  # of which nothing is known before this one has run
+            name += ", not counting those still to be captured, which need more:"
+        return InfeasibleBudget(budget, smallest, {name: peak_bytes})
 
     def step(self) -> StepPlan | None:
         """The newest kind of step, or what has been called of one so far; None before there is any."""
@@ -175,7 +179,7 @@ class Model:
         takes = {part: [take for _, take in menu] for part, menu in menus.items()}
         chosen = shared(takes, self.steps, self.room_bytes)
         if chosen is None:
-            raise self._infeasible(smallest_bytes(takes, self.steps))
+            raise self._infeasible(smallest_bytes(takes, self.steps), len(parts))
         for part, place in chosen.items():
             part.assign(menus[part][place][0])
 

@@ -297,7 +297,7 @@ class Call:
             recorder,
             actions,
             length,
-            traced.laid_out(carry),
+            carry,
             states=states,
             surroundings=self.surroundings,
         )

@@ -191,11 +191,10 @@ def _menu_costs(call: Call, nature: Nature, limit: int, input_gradient_bytes: in
         for name, tape in zip(names, (costs.stage.menu[0] for costs in found), strict=True)
     ]
     stage = msgspec.structs.replace(found[0].stage, menu=tuple(tapes))
-    shared = call.traced.shared_bytes + call.traced.copied_bytes(call.carry)
     return replace(
         found[0],
         stage=stage,
-        state_bytes=found[0].state_bytes + shared,
+        state_bytes=found[0].state_bytes + call.traced.shared_bytes,
         final_gradient_bytes=found[0].final_gradient_bytes + returned,
     )
 

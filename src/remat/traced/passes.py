@@ -38,6 +38,8 @@ class Way:
     def __init__(self, stages: TracedStages, menu: Menu) -> None:
         self.stages, self.menu = stages, menu
         self.together = min(steps_together(menu), stages.loop.length)
+        # What the last step of all leaves lies apart from the others, so its terms are added by themselves.
+        self.apart = any(kind == "leaving" for kind, _ in menu.plan.sources.values())
         self.sums: Sums | None = None
         leaving = menu.entry.leaving
         self.stacked = [
@@ -94,7 +96,8 @@ class Pass:
         while index > self.tape.start:
             step = self.way.backward(Arriving(frozenset(there), self.arriving.outputs))
             values = [(self.sums.values[number], place) for number, place in step.values]
-            stop = self.tape.start if step.steady else index - 1
+            alone = not step.steady or (index == self.length and self.way.apart)
+            stop = index - 1 if alone else self.tape.start
             self._wait_for(step.ready.program.live)
             columns = self._columns(step.ready, range(stop, index))
             for row in by_step(columns, index - stop):
@@ -108,8 +111,10 @@ class Pass:
                     take(index, [None if place is None else found[place] for place in step.inputs])
                 del found, row
                 self.first = index
-                if self.last - index == self.together or index == self.length - 1:  # whose end lies apart
+                if self.last - index == self.together:
                     self.flush()
+            if index == self.length - 1 and self.way.apart:
+                self.flush()
         self.flush()
         return {place: alone_in_memory(gradient) for place, gradient in there.items()}
 

@@ -56,7 +56,7 @@ class TracedRanges:
         step = stages.advancing(first=first)
         run, threaded, bound, ready, emit = step.run, step.threaded, step.bound, step.ready, stages.loop.emit
         with as_traced():
-            carry = take().leaves
+            carry = self._taken(action.start, take)
             for index in range(action.start, action.stop):
                 columns = step.columns_of(carry, stages.inputs(index, recording=False))
                 found = run(*[carry[k] for k in threaded], *columns, *bound)
@@ -73,7 +73,7 @@ class TracedRanges:
         run, threaded, bound, ready = step.run, step.threaded, step.bound, step.ready
         steps = range(action.start, action.stop)
         with as_traced():
-            carry = take().leaves
+            carry = self._taken(action.start, take)
             tape = self._blank_tape(action, way)
             columns = self._columns(ready, steps, tape, carry)
             for index, column in zip(steps, by_step(columns, len(steps)), strict=True):
@@ -85,6 +85,11 @@ class TracedRanges:
         if action.stop == self.length:
             carry = self.stages.traced.marked(carry)
         return Recording(tape, carry, UNTIED)
+
+    def _taken(self, start: int, take: Callable[[], Boundary]) -> Leaves:
+        """A carry to run on from; the caller's may be laid out otherwise, and is copied while it is used."""
+        leaves = take().leaves
+        return leaves if start else self.stages.traced.laid_out(leaves)
 
     def _blank_tape(self, action: Record, way: Way) -> Tape:
         """Memory for a range."""

@@ -13,7 +13,7 @@ from ..recorded import can_need
 from ..trees import Leaves
 from .deferring import Term
 from .graphs import ancestors, base_of_memory, name_of, nbytes, value_of
-from .layouts import format_of, laid_out
+from .layouts import laid_out
 from .lowering import lowered
 from .programs import (
     Arriving,
@@ -180,15 +180,6 @@ class Traced:
             laid_out(leaf.detach(), value_of(self.joint.carries[place])) if isinstance(leaf, torch.Tensor) else leaf
             for place, leaf in enumerate(carry)
         ]
-
-    def copied_bytes(self, carry: Leaves) -> int:
-        """Bytes of the copies of an initial carry that is not laid out as programs want it."""
-        formats = {place: format_of(value_of(node)) for place, node in self.joint.carries.items()}
-        return sum(
-            leaf.nbytes
-            for place, leaf in enumerate(carry)
-            if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous(memory_format=formats[place])
-        )
 
     @property
     def returned_bytes(self) -> int:

@@ -33,14 +33,13 @@ class Tape:
 
 
 class Way:
-    """One entry of the menu in one pass: its programs over what is the same in every step, and its sums."""
+    """One entry of the menu in one pass: its programs over what is the same in every step."""
 
     def __init__(self, stages: TracedStages, menu: Menu) -> None:
         self.stages, self.menu = stages, menu
         self.together = min(steps_together(menu), stages.loop.length)
         # What the last step of all leaves lies apart from the others, so its terms are added by themselves.
         self.apart = any(kind == "leaving" for kind, _ in menu.plan.sources.values())
-        self.sums: Sums | None = None
         leaving = menu.entry.leaving
         self.stacked = [
             (key, stacking(value), key[0] == "carry" and key[1] in leaving) for key, value in menu.stacked()
@@ -67,6 +66,7 @@ class Pass:
 
     Args:
         way: the entry of the menu that it was recorded by.
+        sums: what terms are added to.
         tape: what it keeps.
         arriving: which gradients arrive at its end.
         output_gradients: those of the outputs, stacked over all steps.
@@ -74,12 +74,17 @@ class Pass:
     """
 
     def __init__(
-        self, way: Way, tape: Tape, arriving: Arriving, output_gradients: dict[int, torch.Tensor], length: int
+        self,
+        way: Way,
+        sums: Sums,
+        tape: Tape,
+        arriving: Arriving,
+        output_gradients: dict[int, torch.Tensor],
+        length: int,
     ) -> None:
-        assert way.sums is not None
         self.way, self.tape, self.arriving, self.stages = way, tape, arriving, way.stages
         self.output_gradients, self.length = output_gradients, length
-        self.sums = sums = way.sums
+        self.sums = sums
         plan, self.together = way.menu.plan, way.together
         self.slots = {
             ("slot", k): _slots(operand, self.together)

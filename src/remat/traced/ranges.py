@@ -39,6 +39,7 @@ class TracedRanges:
         self.output_gradients: dict[int, torch.Tensor] = {}
         self._first_entry = entry
         self._ways: dict[int, Way] = {}
+        self._sums: Sums | None = None
 
     def _way(self, entry: int) -> Way:
         if entry not in self._ways:
@@ -132,21 +133,19 @@ class TracedRanges:
         adjoint.clear()
         arriving = Arriving(frozenset(there), frozenset(self.output_gradients))
         with as_traced():
-            if way.sums is None:
-                way.sums = Sums(way.menu, way.menu.reached(arriving, self.length), self.stages.shared)
-            there = Pass(way, tape, arriving, self.output_gradients, self.length).run(there)
+            if self._sums is None:  # one for all entries, whose terms are the same
+                self._sums = Sums(way.menu, way.menu.reached(arriving, self.length), self.stages.shared)
+            there = Pass(way, self._sums, tape, arriving, self.output_gradients, self.length).run(there)
             if tape.start == 0:
                 self._finish(there)
         return [there.get(place) for place in range(width)]
 
     def _finish(self, there: dict[int, torch.Tensor]) -> None:
         """The last backward is over: gradients from sums; one of a tensor that is in several places of carry 0."""
-        for way in self._ways.values():
-            if way.sums is not None:
-                for number, gradient in way.sums.gradients().items():
-                    before = self.captured.gradients[number]
-                    self.captured.gradients[number] = gradient if before is None else before.add_(gradient)
-                way.sums = None
+        assert self._sums is not None
+        for number, gradient in self._sums.gradients().items():
+            self.captured.gradients[number] = gradient
+        self._sums = None
         for place in sorted(there):
             there[place] = there[place].contiguous()
             first = self._firsts[place]

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import remat
 from plain import LOSSES, Observation, Program, leaves_of, observe, plain_scan, same
+from remat import knowledge
+from remat.schedules import Advance, Backward, Load, Record
 from remat.traced import fusing
 from remat.traced.lowering import lowered
 from remat.traced.programs import Arriving
@@ -181,6 +183,32 @@ def test_convolutions_have_channels_last_inside_and_the_callers_layout_outside(k
     traced = Traced(Problem(step, *structures, (True,), weights, weights))
     inside = traced.joint.carries[0].meta["val"]
     assert inside.is_contiguous(memory_format=torch.channels_last) is (kernel == 3)
+
+
+def test_ranges_recorded_in_two_ways_share_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both entries of a menu in one schedule: the plain loop's gradients, of which there is one set at a time."""
+    cell, xs = nn.LSTMCell(4, 32), torch.randn(8, 2, 4)
+    start, weights = (torch.zeros(2, 32), torch.zeros(2, 32)), list(cell.parameters())
+    gradient_bytes = sum(weight.nbytes for weight in weights)
+    entries, make = [0, 0], knowledge.plan
+
+    def planned(*args: Any) -> remat.Plan:
+        late, early = entries
+        schedule = [Advance(0, 4), Record(4, 8, late), Backward(4, 8), Load(0), Record(0, 4, early), Backward(0, 4)]
+        return dataclasses.replace(make(*args), schedule=schedule)
+
+    def train(scan: Any, **more: Any) -> list[Tensor]:
+        _, ys = scan(lambda c, x: ((c := cell(x, c)), c[0]), start, xs, **more)
+        return list(torch.autograd.grad(ys.square().sum(), weights))
+
+    monkeypatch.setattr(knowledge, "plan", planned)
+    peaks = {}
+    for number, entries[:] in enumerate([(0, 0), (1, 1), (0, 1), (1, 0)]):
+        run = partial(train, remat.scan, budget=2**30 + number, compile="python")  # another budget is another plan
+        torch.testing.assert_close(run(), train(plain_scan))
+        peaks[tuple(entries)] = remat.measure(run).peak_bytes
+    alone = max(peaks[0, 0], peaks[1, 1])
+    assert max(peaks[0, 1], peaks[1, 0]) < alone + gradient_bytes // 2
 
 
 def test_the_graph_is_made_again_where_anything_differs() -> None:

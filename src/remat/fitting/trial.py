@@ -93,12 +93,16 @@ class Trials:
             PendingUse: results of blocks are used beside their loops in more places than can be followed.
         """
         names = blocks_of(self.model)
+        if not names:
+            return ()
         watch = Watch()
         with self._entered(), seams.observed(watch):
             seams.own_call(self.model)(*self.args, **self.kwargs)
         cuts: list[nn.Module] = []
         while True:
             loops = tuple(loops_of(watch, names, cuts))
+            if not loops:
+                return loops
             try:
                 self.gathered(loops, lambda _, gathered: gathered.loop.final)
                 return loops

@@ -17,18 +17,12 @@ from torch import fx
 from .graphs import aten, name_of, value_of
 
 _LARGE: Final = 1 << 20  # multiplications
-_LINEAR: Final = torch.ops.mkldnn._linear_pointwise.default
+_LINEAR: Final[Any] = torch.ops.mkldnn._linear_pointwise.default if torch._C._has_mkldnn else None
 
 
-def is_large(rows: int, inner: int, columns: int) -> bool:
+def _is_large(rows: int, inner: int, columns: int) -> bool:
     """Whether a product of (rows × inner) and (inner × columns) gains."""
-    return torch._C._has_mkldnn and rows * inner * columns >= _LARGE
-
-
-def linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`rows @ weight.t()`, for matrices of float32 on a CPU."""
-    made: torch.Tensor = _LINEAR(rows, weight, None, "none", [], "")
-    return made
+    return _LINEAR is not None and rows * inner * columns >= _LARGE
 
 
 def through_onednn(graph: fx.Graph) -> None:
@@ -50,7 +44,7 @@ def through_onednn(graph: fx.Graph) -> None:
 @contextmanager
 def products_as_they_are(graph: fx.Graph) -> Iterator[None]:
     """Let Inductor call the products of a graph: its own ways want weights that are constants."""
-    if not any(node.target is _LINEAR for node in graph.nodes):
+    if not any(node.op == "call_function" and node.target is _LINEAR for node in graph.nodes):
         yield
         return
     import torch._inductor.config
@@ -78,4 +72,4 @@ def _operands(node: fx.Node) -> tuple[Any, tuple[fx.Node, fx.Node] | None]:
     assert isinstance(left, fx.Node)
     assert isinstance(right, fx.Node)
     (count, inner), width = value_of(left).shape, value_of(right).shape[1]
-    return bias, (left, right) if is_large(count, inner, width) else None
+    return bias, (left, right) if _is_large(count, inner, width) else None

@@ -9,10 +9,12 @@ from graph.joint import joint
 from graph.networks import functional, networks
 from remat.errors import InfeasibleBudget
 from remat.graph.graphs import Graph, Kind
+from remat.graph.liveness import liveness, without_dead
 from remat.graph.op_costs import estimated
-from remat.graph.planning import Planner
+from remat.graph.planning import Planner, reserve_bytes
 from remat.graph.programs import program
-from remat.graph.segments import roots, segment
+from remat.graph.segments import roots, segment, summed
+from remat.graph.strategies import names, strategy
 from remat.plans import plan
 
 NETWORKS = tuple(networks())
@@ -73,3 +75,22 @@ def test_more_room_never_makes_a_slower_plan(name: str) -> None:
         assert found.seconds <= before_s * (1 + 1e-9)
         before_s = found.seconds
     assert before_s == known.plain[2]
+
+
+@pytest.mark.parametrize("name", [*CASES, *NETWORKS])
+def test_no_strategy_of_chen_needs_less_than_the_smallest_budget(name: str) -> None:
+    graph = graph_of(name)
+    planner = Planner(graph, gradients_exist=True)
+    programs = [without_dead(graph, strategy(each)(graph)) for each in names()]
+    least = min(liveness(graph, program, gradients_exist=True).peak_bytes for program in programs)
+    smallest = planner.smallest_bytes
+    assert smallest - reserve_bytes(smallest) <= least
+    assert planner.plan(smallest).peak_bytes <= smallest
+
+
+def test_sums_over_segments_are_known() -> None:
+    graph = graph_of("lstm")
+    found = segment(graph)
+    sums = summed(found)
+    assert set(sums) == {g for g, mine in graph.final_gradients.items() if mine}  # all weights are used in every step
+    assert not summed(segment(graph_of("mlp")))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+import msgspec
+
 from ..chains import Chain, Stage
 from ..errors import InfeasibleBudget
 from ..plans import plan as plan_chain
@@ -20,14 +22,14 @@ from .liveness import without_dead
 from .menus import Menu, menu, piece
 from .programs import program
 from .refinement import Refiner
-from .segments import root_bytes, segment
+from .segments import root_bytes, segment, summed
 from .strategies import strategy
 
 _TRIALS: Final = 8
 _SMALLER: Final = 4  # programs for budgets down to this part of the one at hand are made faster, too,
 _STARTS: Final = 16  # but so many at most
 WAITING_SHARE: Final = 1000  # gradients are handed out once they make up this part of the budget
-_RULES: Final = ("drop-cheap", "sqrt", "budgeted")  # of Chen's strategies
+_RULES: Final = ("drop-cheap", "sqrt", "budgeted", "recursive")  # of Chen's strategies
 _CLOSE: Final = 0.995  # of the budget used: no more is asked for
 
 
@@ -111,19 +113,24 @@ class Planner:
         return menus, tapes
 
     def _chain(self) -> Chain:
+        graph, sums = self.graph, summed(self.segments)
         runs: list[tuple[Stage, int]] = []
-        for found in self.menus:
-            if runs and runs[-1][0] == found.stage:
-                runs[-1] = (found.stage, runs[-1][1] + 1)
+        for number, found in enumerate(self.menus):
+            stage = found.stage
+            own = root_bytes(graph, [gradient for gradient, at in sums.items() if at == number])
+            if own and stage.gradient_bytes:  # counted below
+                stage = msgspec.structs.replace(stage, gradient_bytes=max(0, stage.gradient_bytes - own))
+            if runs and runs[-1][0] == stage:
+                runs[-1] = (stage, runs[-1][1] + 1)
             else:
-                runs.append((found.stage, 1))
-        graph = self.graph
+                runs.append((stage, 1))
         other = [g for g, mine in graph.final_gradients.items() if not mine]
         return Chain(
             tuple(runs),
             output_bytes=root_bytes(graph, {*graph.outputs, *self.segments.kept}),
             output_gradient_bytes=root_bytes(graph, graph.tangents),
             input_gradient_bytes=root_bytes(graph, other),
+            parameter_gradient_bytes=root_bytes(graph, sums),
         )
 
     @property

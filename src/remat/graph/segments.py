@@ -79,8 +79,25 @@ def segment(graph: Graph, stages: int = _STAGES) -> Segments:
     bounds = [0, *cuts, len(forward)]
     parts = tuple(tuple(forward[a:b]) for a, b in pairwise(bounds))
     stage_of = {k: number for number, part in enumerate(parts) for k in part}
-    backward = _backward(graph, stage_of, of, carries, len(parts))
+    backward = _backward(graph, stage_of, of, carries, kept, len(parts))
     return Segments(graph, parts, backward, (frozenset(), *carries, frozenset()), kept, stage_of)
+
+
+def summed(segments: Segments) -> dict[int, int]:
+    """Gradients of parameters that add up over several segments, each with the segment that completes it.
+
+    Their sums so far, as large as they are themselves, cross from segment to segment.
+    """
+    graph, place = segments.graph, {k: number for number, part in enumerate(segments.backward) for k in part}
+    of = roots(graph)
+    found: dict[int, int] = {}
+    for gradient, mine in graph.final_gradients.items():
+        for root in of[gradient] if mine else ():
+            before = [made for source in graph.nodes[root].inputs for made in of[source] if made in place]
+            size = root_bytes(graph, (root,))
+            if any(place[made] > place.get(root, 0) and root_bytes(graph, (made,)) == size for made in before):
+                found[gradient] = place.get(root, 0)
+    return found
 
 
 def _crossing(graph: Graph, forward: Sequence[int], of: Sequence[tuple[int, ...]]) -> list[frozenset[int]]:
@@ -151,30 +168,31 @@ def _backward(
     stage_of: dict[int, int],
     of: Sequence[tuple[int, ...]],
     carries: Sequence[frozenset[int]],
+    kept: frozenset[int],
     stages: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """A backward node belongs to the segment whose values it reads, or to a later one where a node that needs it does.
+    """A backward node runs where the values that it reads are at hand: in their segment, or in those they cross to.
 
-    Only who needs whom counts, not the order in which the graph has them: there segments interleave, and a node would
-    have its own segment run again in the midst of a later one. What reads no such value follows what it is made from,
-    so that sums of gradients go on as they come. What draws or has effects keeps its order.
+    Of these segments it belongs to the last, for there it runs first, but to none after what it is made from, nor
+    before what needs it. Only who needs whom counts, not the order in which the graph has them: there segments
+    interleave, and a node would have its own segment run again in the midst of a later one. What draws or has effects
+    keeps its order.
     """
-    enters = {root: number + 1 for number in reversed(range(len(carries))) for root in carries[number]}
+    until = {root: number + 1 for number, across in enumerate(carries) for root in across}
     needed = [k for k in graph.needed_for(tuple(graph.final_gradients)) if k in graph.backward]
-    reads = _reads(graph, stage_of, of)
-    own = {k: _last_read(reads[k], stage_of, enters) for k in needed}
+    reads = [read - kept for read in _reads(graph, stage_of, of)]
     least: dict[int, int] = {}
     ordered = 0
     for k in reversed(needed):
-        least[k] = max([own[k] or 0, *(least[user] for user in graph.users[k] if user in least)])
+        least[k] = max([0, *(stage_of[root] for root in reads[k]), *(least[u] for u in graph.users[k] if u in least)])
         if _keeps_order(graph, k):
             least[k] = ordered = max(least[k], ordered)
     part_of: dict[int, int] = {}
     parts: list[list[int]] = [[] for _ in range(stages)]
     for k in needed:
-        before = [part_of[source] for source in graph.nodes[k].inputs if source in part_of]
-        free = own[k] is None and before and not _keeps_order(graph, k)
-        part_of[k] = min(before) if free else least[k]
+        last = [until.get(root, stage_of[root]) for root in reads[k]]
+        last += [part_of[source] for source in graph.nodes[k].inputs if source in part_of]
+        part_of[k] = least[k] if _keeps_order(graph, k) else max(least[k], min(last, default=0))
         parts[part_of[k]].append(k)
     return tuple(map(tuple, parts))
 
@@ -194,15 +212,6 @@ def _reads(graph: Graph, stage_of: dict[int, int], of: Sequence[tuple[int, ...]]
             read.update(inside or (() if source in stage_of else found[source]))
         found.append(frozenset(read))
     return found
-
-
-def _last_read(read: frozenset[int], stage_of: dict[int, int], enters: dict[int, int]) -> int | None:
-    """The last segment to which any of these roots belongs, if there are any.
-
-    Those that enter the next segment count as that one's, for they are at hand there, unless others are read besides.
-    """
-    place = stage_of if read - enters.keys() else enters
-    return max((place[root] for root in read), default=None)
 
 
 def _keeps_order(graph: Graph, node: int) -> bool:

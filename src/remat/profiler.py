@@ -112,13 +112,15 @@ class OnDevice:
         return [Reading(p.net_bytes, p.peak_bytes, s) for p, s in zip(session.phases, spans, strict=False)], value
 
     def seconds_of(self, job: Job[object]) -> list[float]:
-        """See `Gauge`."""
+        """See `Gauge`; on the CPU those of the calling thread, which stand still while others have the processor."""
         marks: list[float] = []
+        on_device = self.device.type == "cuda"
+        clock = time.perf_counter if on_device else time.thread_time
 
         def mark() -> None:
-            if self.device.type == "cuda":
+            if on_device:
                 torch.cuda.synchronize(self.device)
-            marks.append(time.perf_counter())
+            marks.append(clock())
 
         job(mark)
         return [after - before for before, after in pairwise(marks)]

@@ -5,14 +5,14 @@ the loops taken out (`survey`). Then the step is gone through on paper: at every
 the loops, what the loops before keep, what the one at work needs, and what those that are done have left. All loops get
 the same share of the way from the least they need to what they would like to have, as large as the budget allows.
 
-A loop may take its part of the budget at any moment, so that it can choose its plan by its own clock. Where the budget
-is too small for that, what each plan takes at which moment is counted, and plans are run as they are.
+What each plan takes at which moment is counted, so plans are run as they are: another within the same part of the
+budget, as a loop might find by its own clock, could keep more while others are at work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -78,7 +78,6 @@ class Share:
         kept_bytes: what it keeps from its forward to its backward, beside its results.
         left_bytes: what it leaves behind: gradients.
         plan: its plan; None for a recurrent layer.
-        pinned: whether that plan has to be run as it is.
     """
 
     budget_bytes: int
@@ -86,15 +85,6 @@ class Share:
     kept_bytes: int
     left_bytes: int
     plan: Plan | None
-    pinned: bool = False
-
-    @property
-    def most(self) -> Taken:
-        """What it may take at most: by another plan within its part, as one from other measurements of time."""
-        if self.pinned or self.plan is None:
-            return self.taken
-        results = _results_bytes(self.plan.chain)
-        return Taken(self.budget_bytes, self.budget_bytes, max(self.budget_bytes - results, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +94,11 @@ class Division:
     Attributes:
         shares: one for each loop.
         peak_bytes: predicted: most bytes at any moment of the step.
-        most_bytes: the same if loops took all they may.
         outside_bytes: most bytes outside of the loops.
     """
 
     shares: tuple[Share, ...]
     peak_bytes: int
-    most_bytes: int
     outside_bytes: int
 
 
@@ -214,25 +202,22 @@ def divided(budget_bytes: int, outside: Sequence[Phase], loops: Sequence[Loop], 
     """
     beside = max(phase.peak_bytes for phase in outside)
 
-    def at(share: float, *, pinned: bool) -> Division:
-        shares = tuple(_share(cost, int(cost.least_bytes + share * _more(cost)), pinned=pinned) for cost in costs)
-        taken, most = ([getattr(each, name) for each in shares] for name in ("taken", "most"))
-        return Division(shares, _peak(outside, shares, taken), _peak(outside, shares, most), beside)
+    def at(share: float) -> Division:
+        shares = tuple(_share(cost, int(cost.least_bytes + share * _more(cost))) for cost in costs)
+        return Division(shares, _peak(outside, shares), beside)
 
-    limit = budget_bytes - budget_bytes // _RESERVE
-    pinned = at(0.0, pinned=False).most_bytes > limit
-    best = at(0.0, pinned=pinned)
-    if best.most_bytes > limit:
-        least = best.most_bytes * _RESERVE // (_RESERVE - 1) + 1
+    best, limit = at(0.0), budget_bytes - budget_bytes // _RESERVE
+    if best.peak_bytes > limit:
+        least = best.peak_bytes * _RESERVE // (_RESERVE - 1) + 1
         parts = {loop.name: cost.least_bytes for loop, cost in zip(loops, costs, strict=True)}
         raise InfeasibleBudget(budget_bytes, least, {"outside of the loops": best.outside_bytes, **parts})
-    if (whole := at(1.0, pinned=pinned)).most_bytes <= limit:
+    if (whole := at(1.0)).peak_bytes <= limit:
         return whole
     low, high = 0.0, 1.0
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        tried = at(middle, pinned=pinned)
-        if tried.most_bytes <= limit:
+        tried = at(middle)
+        if tried.peak_bytes <= limit:
             low, best = middle, tried
         else:
             high = middle
@@ -243,12 +228,12 @@ def _more(cost: Cost) -> int:
     return cost.whole_bytes - cost.least_bytes
 
 
-def _share(cost: Cost, budget_bytes: int, *, pinned: bool) -> Share:
+def _share(cost: Cost, budget_bytes: int) -> Share:
     if cost.chain is None:
         return Share(budget_bytes, Taken(*[budget_bytes] * 3), budget_bytes, budget_bytes, None)
     if not cost.chain.length:
         return Share(0, Taken(0, 0, 0), 0, 0, None)
-    return replace(_planned(cost.chain, budget_bytes), pinned=pinned)
+    return _planned(cost.chain, budget_bytes)
 
 
 def _results_bytes(chain: Chain) -> int:
@@ -278,15 +263,16 @@ def taken_by(chain: Chain, schedule: Schedule) -> tuple[Taken, int]:
     return Taken(forward, arrival, max(backward - _results_bytes(chain), 0)), kept - chain.final_carry_bytes
 
 
-def _peak(outside: Sequence[Phase], shares: Sequence[Share], taken: Sequence[Taken]) -> int:
-    """Most bytes at any moment of the step, each loop taking so many while it is at work."""
+def _peak(outside: Sequence[Phase], shares: Sequence[Share]) -> int:
+    """Most bytes at any moment of the step."""
     held = [0] * len(shares)
     peak = 0
     for phase in outside:
         peak = max(peak, phase.peak_bytes + sum(held))
         if phase.loop is None:
             continue
-        share, its = shares[phase.loop], taken[phase.loop]
+        share = shares[phase.loop]
+        its = share.taken
         others, before = sum(held) - held[phase.loop], phase.level_bytes
         if phase.moment == FORWARD:
             peak, held[phase.loop] = max(peak, before + others + its.forward_bytes), share.kept_bytes

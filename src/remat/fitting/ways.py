@@ -155,10 +155,9 @@ class Loops:
             if gathered.loop.is_recurrent:
                 with KernelCalls(share.budget_bytes, None):
                     return gathered.finals(gathered.own())
-            plan = share.plan if share.pinned else None
             budget = share.budget_bytes if needs_gradient(gathered) else 1
             given = gathered.stages, gathered.carry, tuple(gathered.shared)
-            final: Sequence[Tensor] = chain_by_plan(*given, budget, plan)
+            final: Sequence[Tensor] = chain_by_plan(*given, budget, share.plan)
             return final
 
     def _plain(self) -> str:

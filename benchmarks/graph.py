@@ -50,7 +50,8 @@ NOTES = (
     "expects of itself over no recomputation; 'exact': loss, gradients, buffers and the random state after it are",
     "eager's bit for bit, or else the largest relative error of a gradient. Planning is part of compiling, both in",
     "processor time. activation_memory_budget has torch's own partitioner, and around it the code of backend remat,",
-    "so that what it saves is freed as early. Not here: rockmate asks for CUDA by name, ckptplan refuses the CPU.",
+    "so that what it saves is freed as early. One thread, unless the way says otherwise.",
+    "Not here: rockmate asks for CUDA by name, ckptplan refuses the CPU.",
 )
 Input = tuple[Any, ...]
 
@@ -301,6 +302,7 @@ def _gone_through(model: nn.Module, way: Callable[..., torch.Tensor], *inputs: A
 
 def one(name: str, seconds: float, shares: Sequence[float], rounds: int) -> list[list[str]]:
     """The rows of a network, in this process."""
+    torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # one model, compiled for every budget
     compilation.Planner = Planner  # type: ignore[misc]
     bench = Bench(name, seconds)

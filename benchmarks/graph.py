@@ -50,7 +50,7 @@ NOTES = (
     "expects of itself over no recomputation; 'exact': loss, gradients, buffers and the random state after it are",
     "eager's bit for bit, or else the largest relative error of a gradient. Planning is part of compiling, both in",
     "processor time. activation_memory_budget has torch's own partitioner, and around it the code of backend remat,",
-    "so that what it saves is freed as early. One thread, unless the way says otherwise.",
+    "so that what it saves is freed as early. One thread; an earlier run may have had more.",
     "Not here: rockmate asks for CUDA by name, ckptplan refuses the CPU.",
 )
 Input = tuple[Any, ...]

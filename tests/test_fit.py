@@ -318,6 +318,27 @@ def test_a_graph_is_compiled_once_however_many_there_are() -> None:
                 model(x).backward()
 
 
+class Curious(Free):
+    """Does other things where it sees that it is captured, as libraries do: some show in the outputs, some do not."""
+
+    def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.other(x) if torch.compiler.is_compiling() else x)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [(lambda x: x + 1, "to other last bits"), (lambda x: x.index_select(0, torch.arange(len(x))), "index_select")],
+    ids=["outputs", "operators"],
+)
+def test_a_forward_that_is_another_when_captured_is_refused(other: Callable[[Tensor], Tensor], reason: str) -> None:
+    with pytest.raises(remat.FitError, match=f"computes otherwise when it is captured.*{reason}"):
+        remat.fit(Curious(other), values(), budget="2MiB")
+
+
 class Headed(nn.Module):
     """A list of blocks, and a tiny one after it, which takes least when its blocks are run as one."""
 

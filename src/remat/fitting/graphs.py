@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import fx, nn
 from ..errors import FitError, InfeasibleBudget
 from ..sizes import format_bytes
 from . import seams
+from .likeness import Operators, refuse_unlike
 from .loops import blocks_of
 
 
@@ -56,11 +58,11 @@ class AsGraph:
 def as_graph(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget_bytes: int, reason: str
 ) -> AsGraph:
-    """Capture and plan a call, without running it: what is compiled stops where the graph would begin.
+    """Capture and plan a call: what is compiled stops where the graph would begin. Then its forward is compared.
 
     Raises:
         InfeasibleBudget: the budget is too small for any order of the graph.
-        FitError: the forward cannot be captured as one graph; says why.
+        FitError: the forward cannot be captured as one graph, or does other things then; says why.
     """
     from ..graph.compilation import Options
     from ..graph.parts import Model
@@ -69,6 +71,7 @@ def as_graph(
     parts = Model(Options(budget_bytes))
     plans: list[GraphPlan | None] = []
     planning = True
+    noting: AbstractContextManager[Any] = nullcontext()
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         part = parts.part(module, list(inputs), frame=None, followed=False)
@@ -77,7 +80,8 @@ def as_graph(
         def run(*args: Any) -> Any:
             if planning:
                 raise _Enough
-            return part(*args)
+            with noting:
+                return part(*args)
 
         call: Callable[..., Any] = torch._dynamo.disable(run, reason="gates are autograd nodes of their own")
         return call
@@ -100,6 +104,16 @@ def as_graph(
     if not plans or plans[0] is None:
         raise FitError("nothing in its captured forward needs a gradient")
     made = plans[0]
+
+    def captured(operators: Operators) -> Any:
+        nonlocal noting
+        noting = operators
+        try:
+            return compiled(model, args, kwargs)
+        finally:
+            noting = nullcontext()
+
+    refuse_unlike(model, args, kwargs, captured)
     return AsGraph(made.peak_bytes, made.plain_peak_bytes, made.time_ratio, reason, compiled)
 
 

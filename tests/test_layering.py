@@ -28,6 +28,7 @@ LAYERS = {
         "collectives",
         "graph",
         "estimate",
+        "gauges",
         "inputs",
         "interpreter",
         "kept",

@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .profiler import Job, Reading
+from .gauges import Job, Reading
 
 _CUDA_BLOCK: Final = 512  # bytes: the caching allocator rounds up to it
 _MKLDNN: Final = "Mkldnn"  # PyTorch's convolutions on the CPU that run in another library

@@ -20,12 +20,13 @@ from .collectives import agreed_chain, greatest
 from .compiling import remarks_on, traced_step
 from .discovery import Discovery, firsts, marked
 from .errors import InfeasibleBudget, StepError
+from .gauges import Gauge, OnDevice
 from .kept import left_alone
 from .loops import Loop, Outputs
 from .needs import Needed
 from .planners.room import smallest
 from .plans import Plan, plan
-from .profiler import ROUNDS, STEPS, Costs, Gauge, OnDevice, Trial, profile
+from .profiler import ROUNDS, STEPS, Costs, Trial, profile
 from .recorded import copied, detached, needs_gradient
 from .schedules import Advance
 from .traced.traced import Traced

@@ -11,9 +11,10 @@ import torch
 from .ambient import States, Surroundings
 from .budgets import budget_bytes
 from .chunking import Choice, Work
+from .gauges import OnDevice
 from .interpreter import Interpreter
 from .planners.room import smallest
-from .profiler import STEPS, Costs, OnDevice, Sizes, Trial, profile
+from .profiler import STEPS, Costs, Sizes, Trial, profile
 from .ranges import AutogradRanges
 from .recorded import needs_gradient
 from .schedules import Action

@@ -10,22 +10,18 @@ A stage can be recorded in two ways, and both are measured: with its whole tape,
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import median
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final
 
 import msgspec
 import torch
 
 from .ambient import recomputing
 from .chains import Chain, Stage, Tape
+from .gauges import Gauge, Reading, no_collections
 from .interpreter import Interpreter
-from .meter import metering
 from .ranges import SELECTIVE, WHOLE
 from .recorded import hooks_set_aside
 from .schedules import Action, Advance, Backward, Load, Record
@@ -65,65 +61,6 @@ _IN_PAIRS: Final[tuple[Action, ...]] = (
 ROUNDS: Final = 3
 _SCALARS: Final = 16  # bytes: a recorder's own two, made before anything is measured
 _WORTH: Final = 15 / 16  # of a whole tape, carry included: a selective one keeps less, or is left out
-T = TypeVar("T")
-Job = Callable[[Callable[[], object]], T]
-
-
-class Reading(NamedTuple):
-    """What happened between two marks: bytes gained, the most over those at the first, and seconds; its name if any."""
-
-    net_bytes: int
-    peak_bytes: int
-    seconds: float
-    name: str = ""
-
-
-class Gauge(Protocol):
-    """What bytes and seconds are read off."""
-
-    def bytes_of(self, job: Job[T]) -> tuple[list[Reading], T]:
-        """What happened before and between the marks that the job makes by calling what it is given; its result."""
-        ...
-
-    def seconds_of(self, job: Job[object]) -> list[float]:
-        """The seconds between the marks."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class OnDevice:
-    """The meter and the clock of a device."""
-
-    device: torch.device
-
-    def bytes_of(self, job: Job[T]) -> tuple[list[Reading], T]:
-        """See `Gauge`; the seconds have some of the meter's own in them."""
-        starts, ends = [time.perf_counter()], list[float]()
-        with metering(self.device) as session:
-
-            def mark() -> None:
-                session.synchronize()
-                ends.append(time.perf_counter())
-                session.mark("")
-                starts.append(time.perf_counter())
-
-            value = job(mark)
-        spans = (end - start for start, end in zip(starts, ends, strict=False))
-        return [Reading(p.net_bytes, p.peak_bytes, s) for p, s in zip(session.phases, spans, strict=False)], value
-
-    def seconds_of(self, job: Job[object]) -> list[float]:
-        """See `Gauge`; on the CPU those of the calling thread, which stand still while others have the processor."""
-        marks: list[float] = []
-        on_device = self.device.type == "cuda"
-        clock = time.perf_counter if on_device else time.thread_time
-
-        def mark() -> None:
-            if on_device:
-                torch.cuda.synchronize(self.device)
-            marks.append(clock())
-
-        job(mark)
-        return [after - before for before, after in pairwise(marks)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,15 +334,3 @@ def _costs(
         -(-parameters[1] // STEPS),
         aside.unmoved,
     )
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """No garbage collection meanwhile: what it frees would be counted as freed by the step."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -14,8 +14,8 @@ from ..ambient import Surroundings
 from ..apart import by_itself
 from ..budgets import agreed_budget_bytes
 from ..chains import Chain, Stage
+from ..gauges import OnDevice
 from ..plans import Plan, plan
-from ..profiler import OnDevice
 from ..recorded import needs_gradient, places_of
 from ..streams import random_sources
 from ..sums import Captured

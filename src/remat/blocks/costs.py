@@ -13,8 +13,9 @@ import torch
 
 from ..ambient import Source, States, Surroundings
 from ..chains import Stage, Tape
+from ..gauges import Gauge, Reading, no_collections
 from ..interpreter import Interpreter
-from ..profiler import Gauge, Reading, keeps_less, menu_of, no_collections
+from ..profiler import keeps_less, menu_of
 from ..ranges import SELECTIVE, WHOLE, AutogradRanges, Replays
 from ..recorded import Boundary, bytes_of, copied, hooks_set_aside, needs_gradient
 from ..schedules import Advance, Backward, Record

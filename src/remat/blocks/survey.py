@@ -16,8 +16,8 @@ from ..ambient import Source, States, Surroundings, recomputing, refuse_kept
 from ..captures import unseen_leaves
 from ..chains import Stage
 from ..errors import KeptTensors, StepError
+from ..gauges import Gauge
 from ..mutable import note_moving, refuse_changes
-from ..profiler import Gauge
 from ..recorded import can_need, copied, detached, needs_gradient, sequence_number
 from ..silence import silence
 from ..streams import random_sources

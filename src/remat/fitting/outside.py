@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..profiler import OnDevice, Reading
+from ..gauges import OnDevice, Reading
 from ..recorded import hooks_set_aside
 from ..trees import Structure
 from . import seams

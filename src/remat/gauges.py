@@ -1,0 +1,87 @@
+"""What a trial run's bytes and seconds are read off: a device's meter and clock, or what stands in for them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+
+from .meter import metering
+
+T = TypeVar("T")
+Job = Callable[[Callable[[], object]], T]
+
+
+class Reading(NamedTuple):
+    """What happened between two marks: bytes gained, the most over those at the first, and seconds; its name if any."""
+
+    net_bytes: int
+    peak_bytes: int
+    seconds: float
+    name: str = ""
+
+
+class Gauge(Protocol):
+    """What bytes and seconds are read off."""
+
+    def bytes_of(self, job: Job[T]) -> tuple[list[Reading], T]:
+        """What happened before and between the marks that the job makes by calling what it is given; its result."""
+        ...
+
+    def seconds_of(self, job: Job[object]) -> list[float]:
+        """The seconds between the marks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """The meter and the clock of a device."""
+
+    device: torch.device
+
+    def bytes_of(self, job: Job[T]) -> tuple[list[Reading], T]:
+        """See `Gauge`; the seconds have some of the meter's own in them."""
+        starts, ends = [time.perf_counter()], list[float]()
+        with metering(self.device) as session:
+
+            def mark() -> None:
+                session.synchronize()
+                ends.append(time.perf_counter())
+                session.mark("")
+                starts.append(time.perf_counter())
+
+            value = job(mark)
+        spans = (end - start for start, end in zip(starts, ends, strict=False))
+        return [Reading(p.net_bytes, p.peak_bytes, s) for p, s in zip(session.phases, spans, strict=False)], value
+
+    def seconds_of(self, job: Job[object]) -> list[float]:
+        """See `Gauge`; on the CPU those of the calling thread, which stand still while others have the processor."""
+        marks: list[float] = []
+        on_device = self.device.type == "cuda"
+        clock = time.perf_counter if on_device else time.thread_time
+
+        def mark() -> None:
+            if on_device:
+                torch.cuda.synchronize(self.device)
+            marks.append(clock())
+
+        job(mark)
+        return [after - before for before, after in pairwise(marks)]
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """No garbage collection meanwhile: what it frees would be counted as freed by the step."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

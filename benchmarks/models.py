@@ -233,17 +233,20 @@ class Compared:
         self.jobs: dict[str, Callable[[], object]] = {"plain": lambda: step(plain, self.inputs)}
         self.rows: dict[str, list[str]] = {}
 
-    def fitted(self, key: str, budget_bytes: int) -> int:
+    def fitted(self, key: str, budget_bytes: int, way: str = "auto") -> int:
         """Add the model within a budget; returns it, or if it is refused, the smallest that works."""
         model, _ = made(CASES[self.name])
         try:
-            remat.fit(model, budget=budget_bytes, **self.inputs)
+            remat.fit(model, budget=budget_bytes, way=way, **self.inputs)
         except remat.InfeasibleBudget as refused:
             needs = f"refused: needs {refused.smallest_budget_bytes / self.plain_bytes:.0%}"
             self.rows[key] = [self.name, key, f"{budget_bytes:,}", needs, "", "", ""]
             return refused.smallest_budget_bytes
-        except remat.FitError:
-            self.rows[key] = [self.name, key, f"{budget_bytes:,}", "refused: no way", "", "", ""]
+        except remat.FitError as refused:
+            why = next(
+                (sign for sign in ("otherwise when it is captured", "cannot be captured") if sign in str(refused)), ""
+            )
+            self.rows[key] = [self.name, key, f"{budget_bytes:,}", f"refused: {why or 'no way'}", "", "", ""]
         else:
             self.added(key, budget_bytes, model, str(model.remat.way))
         return budget_bytes
@@ -275,7 +278,10 @@ def one(name: str, rounds: int) -> dict[str, list[list[str]]]:
     """The rows of one model in both tables."""
     shares = Compared(name)
     for share in SHARES:
-        shares.fitted(f"{share:.0%}", int(share * shares.plain_bytes))
+        budget_bytes = int(share * shares.plain_bytes)
+        shares.fitted(f"{share:.0%}", budget_bytes)
+        if shares.rows[f"{share:.0%}"][3] in ("blocks", "chain"):
+            shares.fitted(f"{share:.0%}, graph asked for", budget_bytes, "graph")
     found = {"shares": shares.timed(rounds), "checkpointing": []}
     if name in CHECKPOINTED:
         against = Compared(name)

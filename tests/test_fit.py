@@ -243,6 +243,18 @@ def test_evaluation_is_plain(decoder: tuple[nn.Module, int]) -> None:
     assert not model.remat._ways
 
 
+def test_the_graph_can_be_asked_for() -> None:
+    plain_bytes, wanted = trained(*made(lambda: (Decoder(4), (tokens(),), {})))
+    model, args, kwargs = made(lambda: (Decoder(4), (tokens(),), {}))
+    model = copy.deepcopy(remat.fit(model, *args, budget=int(0.7 * plain_bytes), way="graph", **kwargs))
+    peak_bytes, found = trained(model, args, kwargs)
+    assert model.remat.way == "graph"
+    assert peak_bytes <= 0.7 * plain_bytes
+    assert_same(found, wanted)
+    with pytest.raises(ValueError, match="way is 'auto' or 'graph', not 'grahp'"):
+        remat.fit(model, budget="1GiB", way="grahp")
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_and_pickles_stay_inside_the_budget(decoder: tuple[nn.Module, int], duplicate: Any) -> None:
     model, plain_bytes = decoder

@@ -20,7 +20,7 @@ from .budgets import budget_bytes
 from .errors import FitError
 from .fitting.optimizers import Needs, needs_of
 from .fitting.seams import own_call
-from .fitting.ways import Way, choose
+from .fitting.ways import ASKED, Way, choose
 from .recorded import needs_gradient
 from .sizes import format_bytes
 from .trees import Structure
@@ -35,6 +35,7 @@ def fit(
     *example_inputs: Any,
     budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    way: str = "auto",
     **example_kwargs: Any,
 ) -> Model:
     """The same model, whose training step stays inside a memory budget.
@@ -63,17 +64,23 @@ def fit(
             backward together, outputs and gradients included: an int, or text such as "7GiB"; None or "auto" takes
             90 % of what is free on the model's device now.
         optimizer: what will step; the state that it has still to make, and what its step takes in passing, count too.
+        way: "auto" takes lists of blocks where the budget has room for them: planned in a second or two. "graph" asks
+            for the captured graph, planned operator by operator: several seconds for every kind of call, and less time
+            a step where blocks take only milliseconds.
 
     Raises:
         InfeasibleBudget: the budget is too small; says the smallest that works and what it is made of.
         FitError: there is no way to train this model inside a budget; says what stood in the way of each.
         TypeError: `model` is no `nn.Module`.
+        ValueError: there is no such way.
     """
     refuse_unfit(model)
+    if way not in ASKED:
+        raise ValueError(f"way is {' or '.join(map(repr, ASKED))}, not {way!r}")
     limit = budget_bytes(None if budget == "auto" else budget, device_of(model))
     needs = needs_of(optimizer) if optimizer is not None else Needs(0, 0)
     needs.check(limit, model)
-    handle = Fitted(model, limit, needs.state_bytes)
+    handle = Fitted(model, limit, needs.state_bytes, way)
     handle.install()
     if example_inputs or example_kwargs:
         try:
@@ -90,10 +97,11 @@ class Fitted:
     Attributes:
         budget_bytes: what a training step and the optimizer's state may take together.
         state_bytes: what is reserved of it for state that the optimizer has still to make.
+        asked: the way that was asked for.
     """
 
-    def __init__(self, model: nn.Module, budget_bytes: int, state_bytes: int = 0) -> None:
-        self.budget_bytes, self.state_bytes = budget_bytes, state_bytes
+    def __init__(self, model: nn.Module, budget_bytes: int, state_bytes: int = 0, asked: str = "auto") -> None:
+        self.budget_bytes, self.state_bytes, self.asked = budget_bytes, state_bytes, asked
         self._model = weakref.ref(model)  # the model holds the handle
         self._ways: OrderedDict[Hashable, Way] = OrderedDict()
         self._latest: Way | None = None
@@ -118,11 +126,12 @@ class Fitted:
         return model
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "budget_bytes": self.budget_bytes, "state_bytes": self.state_bytes}
+        kept = {"budget_bytes": self.budget_bytes, "state_bytes": self.state_bytes, "asked": self.asked}
+        return {"model": self.model, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         model = state["model"]  # still empty, when it is the model that is being copied or loaded
-        self.budget_bytes, self.state_bytes = state["budget_bytes"], state["state_bytes"]
+        self.budget_bytes, self.state_bytes, self.asked = state["budget_bytes"], state["state_bytes"], state["asked"]
         self._model, self._ways, self._latest = weakref.ref(model), OrderedDict(), None
         model.__dict__[_PLACE] = self
 
@@ -177,7 +186,7 @@ class Fitted:
     def _way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Way:
         key = self._key(args, kwargs)
         if key not in self._ways:
-            self._ways[key] = choose(self.model, args, kwargs, self.budget_bytes - self.state_bytes)
+            self._ways[key] = choose(self.model, args, kwargs, self.budget_bytes - self.state_bytes, self.asked)
             while len(self._ways) > _KEPT:
                 self._ways.popitem(last=False)
         self._ways.move_to_end(key)

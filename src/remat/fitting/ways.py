@@ -21,6 +21,7 @@ from .running import Gathered, Gathering
 from .trial import Trial, tried
 
 _PERCENT_UNSEEN: Final = 12  # kernels take in passing what is not seen on paper: convolutions up to so much
+ASKED: Final = ("auto", "graph")
 
 
 class Way(Protocol):
@@ -45,14 +46,18 @@ class Way(Protocol):
         ...
 
 
-def choose(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget_bytes: int) -> Way:
-    """The way for a kind of call.
+def choose(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget_bytes: int, asked: str = "auto"
+) -> Way:
+    """The way for a kind of call; `asked` is one of `ASKED`.
 
     Raises:
         InfeasibleBudget: there are ways, but the budget is too small for them; the smallest that works for one.
         FitError: there is no way.
     """
     seams.install(blocks_of(model))
+    if asked == "graph":
+        return as_graph(model, args, kwargs, budget_bytes, "as was asked for")
     try:
         return _by_loops(model, args, kwargs, budget_bytes)
     except (FitError, InfeasibleBudget, StepError) as error:

@@ -61,10 +61,13 @@ class OnDevice:
         return [Reading(p.net_bytes, p.peak_bytes, s) for p, s in zip(session.phases, spans, strict=False)], value
 
     def seconds_of(self, job: Job[object]) -> list[float]:
-        """See `Gauge`; on the CPU those of the calling thread, which stand still while others have the processor."""
+        """See `Gauge`.
+
+        Where one thread does all the work, its own seconds, which stand still while others have the processor.
+        """
         marks: list[float] = []
         on_device = self.device.type == "cuda"
-        clock = time.perf_counter if on_device else time.thread_time
+        clock = time.perf_counter if on_device or torch.get_num_threads() > 1 else time.thread_time
 
         def mark() -> None:
             if on_device:

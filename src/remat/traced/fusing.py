@@ -24,6 +24,9 @@ def compiler_at_hand() -> bool:
     return any(map(shutil.which, ("g++", "clang++")))
 
 
+_GRAIN: Final = 1 << 15  # elements a thread, as in PyTorch's own point-wise kernels
+
+
 class NotFused(Exception):
     """Inductor makes nothing of a program; the message says why, as the end of a sentence."""
 
@@ -112,8 +115,8 @@ def _through_inductor(graph: fx.Graph, drawn: int, program: Program) -> Function
         # One tensor a placeholder: two that are the same would be taken for one.
         values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in examples]
         module = make_fx(fx.GraphModule({}, graph), decomposition_table=select_decomp_table())(*values)
-        # Layouts are looked at here, where they can be put right.
-        settings = {"layout_optimization": False, "size_asserts": False}
+        # Layouts are looked at here, where they can be put right. Waking threads takes longer than a small kernel.
+        settings = {"layout_optimization": False, "size_asserts": False, "cpp.min_chunk_size": _GRAIN}
         with torch._inductor.config.patch(settings), products_as_they_are(graph):
             compiled: Any = compile_fx_inner(module, values)
     # What is around the code costs as much as a small kernel.

@@ -303,31 +303,49 @@ NOTES = [
     "Budgets are shares of the plain loop's measured peak; parameter gradients are there before in every way. A cell "
     "that is missing was refused or failed, as its last column says. Wall time over the predicted one compares with "
     "stage times measured once, when the plan was made. JAX's bytes are XLA's own account; its times, like all "
-    "others, stand beside the plain PyTorch loop's. torch.compile is tried with one thread, as it takes longest.",
+    "others, stand beside the plain PyTorch loop's. torch.compile is tried with one thread, as it takes longest. What a "
+    "run leaves out keeps its rows.",
 ]
 
 
-def kept(table: list[list[str]], results: dict[str, Any], *, show: bool) -> None:
+def lines(results: dict[str, Any]) -> list[list[str]]:
+    """The table."""
+    table: list[list[str]] = []
+    for key, found in results.items():
+        name, threads = key.split(", ")
+        count, notes = int(threads.split()[0]), found["notes"]
+        table += [line(name, count, label, row, notes.get(label, "")) for label, row in found["rows"].items()]
+        table += [[name, str(count), k, *[""] * 7, note] for k, note in notes.items() if k not in found["rows"]]
+    return table
+
+
+def kept(results: dict[str, Any], *, show: bool) -> None:
     """The results so far."""
+    order = [called(name, threads) for name in STEPS for threads in (1, 2)]
+    results = {key: results[key] for key in sorted(results, key=order.index)}
+    table = lines(results)
     publish("loops", "Loops inside a budget, compiled and not", COLUMNS, table, NOTES, show=show)
     RESULTS.joinpath("loops.json").write_text(json.dumps({"where": where(), "results": results}, indent=1))
-    if results:
-        draw(results)
+    draw({key: found for key, found in results.items() if found["rows"]})
+
+
+def called(name: str, threads: int) -> str:
+    return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, help="of every workload; they have defaults of their own")
     parser.add_argument("--seconds", type=float, default=60, help="of timing for each workload and number of threads")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     parser.add_argument("--workloads", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(measured(options.child, options.steps, options.seconds, options.threads[0])))
         return
-    table: list[list[str]] = []
-    results: dict[str, Any] = {}
+    path = RESULTS / "loops.json"
+    results = json.loads(path.read_text())["results"] if path.exists() else {}  # what is not run stays
     for name in options.workloads:
         steps = options.steps or STEPS[name]
         for threads in options.threads:
@@ -337,15 +355,11 @@ def main() -> None:
                 if name in ("lstm", "gru"):
                     found["rows"].update(_beside(peers(name, steps, threads), found["rows"]["plain"]))
             except (subprocess.SubprocessError, ValueError) as error:
-                table.append([name, str(threads), "failed", *[""] * 7, f"{type(error).__name__}"])
+                found = {"rows": {}, "notes": {"failed": type(error).__name__}}
                 print(getattr(error, "stderr", None) or error, file=sys.stderr)
-                continue
-            results[f"{name}, {threads} thread{'s' * (threads > 1)}"] = found
-            notes = found["notes"]
-            table += [line(name, threads, label, row, notes.get(label, "")) for label, row in found["rows"].items()]
-            table += [[name, str(threads), k, *[""] * 7, note] for k, note in notes.items() if k not in found["rows"]]
-            kept(table, results, show=False)
-    kept(table, results, show=True)
+            results[called(name, threads)] = found
+            kept(results, show=False)
+    kept(results, show=True)
 
 
 def _beside(rows: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:

@@ -303,8 +303,8 @@ NOTES = [
     "Budgets are shares of the plain loop's measured peak; parameter gradients are there before in every way. A cell "
     "that is missing was refused or failed, as its last column says. Wall time over the predicted one compares with "
     "stage times measured once, when the plan was made. JAX's bytes are XLA's own account; its times, like all "
-    "others, stand beside the plain PyTorch loop's. torch.compile is tried with one thread, as it takes longest. What a "
-    "run leaves out keeps its rows.",
+    "others, stand beside the plain PyTorch loop's. torch.compile is tried with one thread, as it takes longest. "
+    "What a run leaves out keeps its rows.",
 ]
 
 

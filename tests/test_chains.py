@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from remat.chains import INTERNAL_STATE, Chain, Stage, Tape
+from remat.chains import INTERNAL_STATE, Chain, Stage, Tape, takes_no_more
 from strategies import chains
 
 FIRST = Stage(4, (Tape(1, entering_bytes=2),))
@@ -87,3 +87,21 @@ def test_the_papers_units() -> None:
 def test_the_final_carry_is_like_the_others_unless_given() -> None:
     assert Chain.repeat(FIRST, 3).final_carry_bytes == 4
     assert Chain.repeat(FIRST, 3, final_carry_bytes=0).final_carry_bytes == 0
+
+
+def test_a_plan_holds_while_nothing_takes_more_bytes() -> None:
+    """Seconds, and entries that come and go with them, do not matter; bytes of what is planned do."""
+    whole, lean = Tape(100, forward_s=1.0), Tape(40, forward_s=1.0, backward_s=2.0)
+    planned = Chain.repeat(Stage(8, (whole, lean)), 5)
+
+    def again(*menu: Tape, carry_bytes: int = 8, **fixed: int) -> bool:
+        return takes_no_more(Chain.repeat(Stage(carry_bytes, menu, forward_s=3.0), 5, **fixed), planned)
+
+    assert again(whole, lean)
+    assert again(whole)
+    assert again(msgspec.structs.replace(whole, tape_bytes=99, forward_s=9.0))
+    assert not again(msgspec.structs.replace(whole, tape_bytes=101), lean)
+    assert not again(whole, msgspec.structs.replace(lean, backward_workspace_bytes=1))
+    assert not again(whole, carry_bytes=9)
+    assert not again(whole, output_bytes=1)
+    assert not takes_no_more(Chain.repeat(Stage(8, (whole,)), 4), planned)

@@ -178,7 +178,10 @@ class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
 
 def takes_no_more(chain: Chain, other: Chain) -> bool:
-    """Whether any schedule of `other` takes no more bytes on this chain at any moment."""
+    """Whether any schedule of `other` takes no more bytes on this chain at any moment.
+
+    Menus may differ in length: entries come and go with measured seconds, and take the same bytes when they are back.
+    """
     if chain == other:
         return True
     if chain.length != other.length or not _no_more(chain, other):
@@ -188,8 +191,7 @@ def takes_no_more(chain: Chain, other: Chain) -> bool:
 
 
 def _stage_takes_no_more(stage: Stage, other: Stage) -> bool:
-    pairs = zip(stage.menu, other.menu, strict=False)
-    return len(stage.menu) == len(other.menu) and _no_more(stage, other) and all(_no_more(a, b) for a, b in pairs)
+    return _no_more(stage, other) and all(map(_no_more, stage.menu, other.menu))
 
 
 def _no_more(one: msgspec.Struct, other: msgspec.Struct) -> bool:

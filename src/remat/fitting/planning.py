@@ -73,7 +73,7 @@ class Share:
     """A loop's part of the budget.
 
     Attributes:
-        budget_bytes: what it may take.
+        budget_bytes: what it may take: no more than its plan does, which is what has been counted.
         taken: what it will.
         kept_bytes: what it keeps from its forward to its backward, beside its results.
         left_bytes: what it leaves behind: gradients.
@@ -247,7 +247,7 @@ def _planned(chain: Chain, budget_bytes: int) -> Share:
     # What arrived is gone by then, and what comes out belongs to what is outside.
     left = chain.parameter_gradient_bytes + sum(count * stage.gradient_bytes for stage, count in chain.runs)
     taken, kept = taken_by(chain, made.schedule)
-    return Share(budget_bytes, taken, kept, left, made)
+    return Share(made.peak_bytes, taken, kept, left, made)
 
 
 def taken_by(chain: Chain, schedule: Schedule) -> tuple[Taken, int]:

@@ -304,8 +304,8 @@ NOTES = [
     "that is missing was refused or failed, as its last column says. Wall time over the predicted one compares with "
     "stage times measured once, when the plan was made. JAX's bytes are XLA's own account; its times, like all "
     "others, stand beside the plain PyTorch loop's. torch.compile is tried with one thread, as it takes longest. "
-    "What a run leaves out keeps its rows. JAX's scans are the faster ones at equal peak: XLA compiles a loop as a whole, "
-    "here every step is a few calls from Python.",
+    "What a run leaves out keeps its rows. JAX's scans are the faster ones at equal peak: XLA compiles a loop as a "
+    "whole, here every step is a few calls from Python.",
 ]
 
 

@@ -265,22 +265,29 @@ def peers(name: str, steps: int, threads: int) -> dict[str, Any]:
 
 
 def draw(results: dict[str, Any]) -> None:
-    """Time over memory, one panel a workload and number of threads."""
+    """Time over memory, a panel for each workload and number of threads; a way has its colour in all of them."""
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(results), figsize=(4.2 * len(results), 4), squeeze=False)
-    for panel, (name, found) in zip(panels[0], results.items(), strict=True):
-        lines: dict[str, list[dict[str, Any]]] = {}
-        for key, row in found["rows"].items():
-            label = key.rsplit(" ", 1)[0] if "share" in row else key
-            lines.setdefault(label, []).append(row)
-        for label, rows in lines.items():
-            marker = {"remat": "s--", "remat compiled": "o-"}.get(label, "*")
-            panel.plot([r["share_of_plain"] for r in rows], [r["wall_ratio"] for r in rows], marker, label=label)
-        panel.set(title=name, xscale="log", xlabel="peak / plain", ylabel="wall time / plain", ylim=(0, None))
-        panel.legend(fontsize=6)
-    figure.tight_layout()
+    figure, panels = pyplot.subplots(2, len(STEPS), figsize=(3.4 * len(STEPS), 7.6), squeeze=False, sharey=True)
+    colours: dict[str, str] = {}
+    for row, threads in enumerate((1, 2)):
+        for panel, name in zip(panels[row], STEPS, strict=True):
+            found = results.get(called(name, threads), {"rows": {}})
+            lines: dict[str, list[dict[str, Any]]] = {}
+            for key, cell in found["rows"].items():
+                lines.setdefault(key.rsplit(" ", 1)[0] if "share" in cell else key, []).append(cell)
+            for label, cells in lines.items():
+                marker = {"remat": "s--", "remat compiled": "o-"}.get(label, "*")
+                colour = colours.setdefault(label, f"C{len(colours)}" if len(colours) < 10 else "black")
+                sizes, times = [c["share_of_plain"] for c in cells], [c["wall_ratio"] for c in cells]
+                panel.plot(sizes, times, marker, color=colour, label="" if row or name != "lstm" else label)
+            title = called(name, threads)
+            panel.set(title=title, xscale="log", xlim=(0.015, 4), ylim=(0, 3), xlabel="peak / plain")
+            panel.grid(alpha=0.3)
+        panels[row][0].set_ylabel("wall time / plain")
+    figure.legend(loc="lower center", ncols=5, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(RESULTS / "loops.png", dpi=110)
     pyplot.close(figure)
 

@@ -136,7 +136,7 @@ class Planner:
     @property
     def plain_bytes(self) -> int:
         """The smallest budget for which nothing is recomputed."""
-        return _with_reserve(self.plain[1])
+        return with_reserve(self.plain[1])
 
     def plan(self, budget_bytes: int) -> GraphPlan:
         """The fastest program found within the budget.
@@ -158,7 +158,7 @@ class Planner:
         if found is None:
             parts = {"outputs and gradients": self._fixed_bytes}
             parts["values alive at once"] = smallest - parts["outputs and gradients"]
-            raise InfeasibleBudget(budget_bytes, _with_reserve(smallest), parts)
+            raise InfeasibleBudget(budget_bytes, with_reserve(smallest), parts)
         return self._result(budget_bytes, found)
 
     def _fitting(self, room: int) -> list[tuple[Program, int, float]]:
@@ -204,7 +204,7 @@ class Planner:
     @property
     def smallest_bytes(self) -> int:
         """The smallest budget for which a program is found."""
-        return _with_reserve(self._smallest_peak_bytes)
+        return with_reserve(self._smallest_peak_bytes)
 
     @property
     def _smallest_peak_bytes(self) -> int:
@@ -256,7 +256,7 @@ def reserve_bytes(budget_bytes: int) -> int:
     return budget_bytes // WAITING_SHARE + 1024
 
 
-def _with_reserve(peak_bytes: int) -> int:
+def with_reserve(peak_bytes: int) -> int:
     """The smallest budget that leaves so many bytes."""
     budget = (peak_bytes + 1024) * WAITING_SHARE // (WAITING_SHARE - 1)
     while budget - reserve_bytes(budget) < peak_bytes:

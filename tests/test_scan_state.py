@@ -94,3 +94,34 @@ def test_settings_in_containers_are_seen_anew_at_each_call(planner: str) -> None
         assert torch.equal(ys, stacked)
         if ys.requires_grad:
             assert torch.equal(*(torch.autograd.grad(t.sum(), [w], retain_graph=True)[0] for t in (ys, stacked)))
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["an input", "a tensor from outside"])
+@pytest.mark.parametrize("length", [1, 4])
+def test_what_is_handed_on_as_carry_is_not_changed_by_us(length: int, outside: bool) -> None:
+    """A step that changes its carry in place, and hands on what is not its own: refused, and all is as it was."""
+    w, xs, fixed = torch.randn(8, 8, requires_grad=True), torch.randn(length, 4, 8), torch.randn(4, 8)
+    before = xs.clone(), fixed.clone()
+
+    def step(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        a, b = carry
+        a.mul_(x)
+        h = torch.tanh(b @ w)
+        return (fixed if outside else x, h), h
+
+    with pytest.raises(remat.StepError, match=r"in place.*return a clone of it"):
+        remat.scan(step, (torch.zeros(4, 8), torch.ones(4, 8)), xs, budget="1GiB")
+    assert torch.equal(xs, before[0])
+    assert torch.equal(fixed, before[1])
+
+
+def test_outputs_that_the_next_step_changes_are_refused_after_a_loop_of_one_step_too() -> None:
+    def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        carry.mul_(2)
+        h = carry + x
+        return h, h
+
+    start, xs = torch.zeros(4, 8, requires_grad=True), torch.randn(3, 4, 8)
+    remat.scan(step, start * 1, xs[:1], budget="1GiB")
+    with pytest.raises(remat.StepError, match="return a clone of it"):
+        remat.scan(step, start * 1, xs, budget="1GiB")

@@ -58,6 +58,7 @@ class Nature:
         unread: leaves of the carry in places that no gradient flows into at the first step, by number.
         casts: captured tensors of which autocast around the loop keeps a copy, by number.
         groups: process groups in which it communicates, by name.
+        spoils_outputs: whether the next step would change an output in place, as it is a leaf of the carry too.
     """
 
     needed: Needed
@@ -71,6 +72,7 @@ class Nature:
     unread: frozenset[int] = frozenset()
     casts: frozenset[int] = frozenset()
     groups: tuple[str, ...] = ()
+    spoils_outputs: bool = False
 
     @property
     def sizes(self) -> Sizes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -50,8 +50,8 @@ class Discovery:
             plain = self._without_autograd(carry)
             changed = [place for place, version in before.items() if carry[place]._version != version]
             orbit, once, after, outputs, unread = self._orbit()
-            if self.call.length > 1:
-                _refuse_changed_outputs([after[place] for place in changed], outputs)
+            overwritten = [after[place] for place in changed]  # by the next step
+            _refuse_changed_outside(overwritten, [*fixed, *self.call.inputs.tensors()])
             moved = [leaf if place in self.moved else None for place, leaf in enumerate(after)]
             moved_bytes = max(_moved_bytes(carry, (plain or after)[: len(carry)]), _moved_bytes([], moved))
             refuse_changes(fixed, versions)
@@ -71,6 +71,7 @@ class Discovery:
             unread=unread,
             casts=self.casts,
             groups=groups,
+            spoils_outputs=_are_among(overwritten, outputs),
         )
 
     def _orbit(self) -> tuple[list[tuple[Flags, Flags]], Leaves, Leaves, Leaves, frozenset[int]]:
@@ -143,13 +144,19 @@ class Discovery:
         return frozenset(number for number, *_ in changes)
 
 
-def _refuse_changed_outputs(changed: Leaves, outputs: Leaves) -> None:
-    """Outputs that are, or are views of, leaves of the carry that the next step changes in place."""
-    storages = {leaf.untyped_storage()._cdata for leaf in changed if isinstance(leaf, torch.Tensor)}
-    if any(isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in storages for leaf in outputs):
+def _are_among(leaves: Leaves, others: Iterable[Any]) -> bool:
+    """Whether any of the leaves is, or is a view of, one of the others."""
+    storages = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    strided = (t for t in others if isinstance(t, torch.Tensor) and t.layout is torch.strided)
+    return bool(storages) and any(tensor.untyped_storage()._cdata in storages for tensor in strided)
+
+
+def _refuse_changed_outside(overwritten: Leaves, outside: Iterable[torch.Tensor]) -> None:
+    """Inputs, and tensors from outside of the loop, that become leaves of the carry which the next step changes."""
+    if _are_among(overwritten, outside):
         raise StepError(
-            "the step returns as an output what it changes in place as its carry, so the next step would change the "
-            "output too; return a clone of it"
+            "the step changes its carry in place, and returns as its carry an input or a tensor from outside, which "
+            "the next step would change, and every replay again; return a clone of it"
         )
 
 

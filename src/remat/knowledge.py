@@ -66,6 +66,11 @@ def nature_of(call: Call) -> Nature:
     nature = _natures.recall(key, lambda: by_itself(Discovery(call).nature, call.surroundings))
     if nature.groups:
         _groups[call.codes] = nature.groups
+    if nature.spoils_outputs and call.length > 1:
+        raise StepError(
+            "the step returns as an output what it changes in place as its carry, so the next step would change the "
+            "output too; return a clone of it"
+        )
     if key in _learnt:
         nature = nature.wider(_learnt[key])
     if any(map(needs_gradient, call.tensors())) and not (nature.settled and call.keeps_nothing(nature)):

@@ -125,3 +125,15 @@ def test_outputs_that_the_next_step_changes_are_refused_after_a_loop_of_one_step
     remat.scan(step, start * 1, xs[:1], budget="1GiB")
     with pytest.raises(remat.StepError, match="return a clone of it"):
         remat.scan(step, start * 1, xs, budget="1GiB")
+
+
+def test_a_carry_that_the_step_before_still_needs_is_not_to_be_changed() -> None:
+    def step(carry: tuple[Tensor, Tensor], _x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        a, b = carry
+        c = a * b
+        b.mul_(2)
+        return (b, c), c.sum()
+
+    start = torch.zeros(4, 8), torch.randn(4, 8, requires_grad=True) * 0.5
+    with pytest.raises(remat.StepError, match="in place where the step before needs it"):
+        remat.scan(step, start, torch.randn(3, 4, 8), budget="1GiB")

@@ -234,7 +234,15 @@ def measure_step(
     def measured() -> Costs:
         watching = States(call.sources, call.streams | nature.needed.changes)
         with torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
-            return profile(start, nature.sizes, gauge, room_bytes, rounds=rounds)
+            try:
+                return profile(start, nature.sizes, gauge, room_bytes, rounds=rounds)
+            except RuntimeError as error:
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                raise StepError(
+                    "a step changes its carry in place where the step before needs it for its backward; change a "
+                    "clone of it"
+                ) from error
 
     return by_itself(measured, call.surroundings)
 

@@ -109,6 +109,12 @@ def test_what_is_handed_on_as_carry_is_not_changed_by_us(length: int, outside: b
         h = torch.tanh(b @ w)
         return (fixed if outside else x, h), h
 
+    def by_way_of_another_place(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        carry[0].mul_(2)
+        return (carry[1], fixed if outside else x), torch.tanh(x @ w)
+
+    with pytest.raises(remat.StepError, match=r"in place.*return a clone of it"):
+        remat.scan(by_way_of_another_place, (torch.zeros(4, 8), torch.ones(4, 8)), xs, budget="1GiB")
     with pytest.raises(remat.StepError, match=r"in place.*return a clone of it"):
         remat.scan(step, (torch.zeros(4, 8), torch.ones(4, 8)), xs, budget="1GiB")
     assert torch.equal(xs, before[0])

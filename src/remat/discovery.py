@@ -51,7 +51,8 @@ class Discovery:
             changed = [place for place, version in before.items() if carry[place]._version != version]
             orbit, once, after, outputs, unread = self._orbit()
             overwritten = [after[place] for place in changed]  # by the next step
-            _refuse_changed_outside(overwritten, [*fixed, *self.call.inputs.tensors()])
+            if changed:  # places may change with every step
+                _refuse_changed_outside(after, [*fixed, *self.call.inputs.tensors()])
             moved = [leaf if place in self.moved else None for place, leaf in enumerate(after)]
             moved_bytes = max(_moved_bytes(carry, (plain or after)[: len(carry)]), _moved_bytes([], moved))
             refuse_changes(fixed, versions)
@@ -151,12 +152,12 @@ def _are_among(leaves: Leaves, others: Iterable[Any]) -> bool:
     return bool(storages) and any(tensor.untyped_storage()._cdata in storages for tensor in strided)
 
 
-def _refuse_changed_outside(overwritten: Leaves, outside: Iterable[torch.Tensor]) -> None:
-    """Inputs, and tensors from outside of the loop, that become leaves of the carry which the next step changes."""
-    if _are_among(overwritten, outside):
+def _refuse_changed_outside(carry: Leaves, outside: Iterable[torch.Tensor]) -> None:
+    """Inputs, and tensors from outside of the loop, that become leaves of a carry which later steps change."""
+    if _are_among(carry, outside):
         raise StepError(
             "the step changes its carry in place, and returns as its carry an input or a tensor from outside, which "
-            "the next step would change, and every replay again; return a clone of it"
+            "a later step would change, and every replay again; return a clone of it"
         )
 
 

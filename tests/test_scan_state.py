@@ -113,6 +113,12 @@ def test_what_is_handed_on_as_carry_is_not_changed_by_us(length: int, outside: b
         carry[0].mul_(2)
         return (carry[1], fixed if outside else x), torch.tanh(x @ w)
 
+    def of_the_input(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        x.mul_(2)
+        return carry, torch.tanh(x @ w)
+
+    with pytest.raises(remat.StepError, match="changes its input in place"):
+        remat.scan(of_the_input, (torch.zeros(4, 8), torch.ones(4, 8)), xs, budget="1GiB")
     with pytest.raises(remat.StepError, match=r"in place.*return a clone of it"):
         remat.scan(by_way_of_another_place, (torch.zeros(4, 8), torch.ones(4, 8)), xs, budget="1GiB")
     with pytest.raises(remat.StepError, match=r"in place.*return a clone of it"):

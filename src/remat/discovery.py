@@ -32,6 +32,7 @@ class Discovery:
         self.loop = call.loop(None, call.carry, call.inputs.leaves)
         self.states = States(call.sources)
         self.casts: frozenset[int] = frozenset()
+        self.given: list[torch.Tensor] = []  # copies of inputs, which steps may change or hand on
         self.moved: set[int] = set()  # leaves of the carry that any step replaces
 
     def nature(self) -> Nature:
@@ -52,7 +53,7 @@ class Discovery:
             orbit, once, after, outputs, unread = self._orbit()
             overwritten = [after[place] for place in changed]  # by the next step
             if changed:  # places may change with every step
-                _refuse_changed_outside(after, [*fixed, *self.call.inputs.tensors()])
+                _refuse_changed_outside(after, [*fixed, *self.given])
             moved = [leaf if place in self.moved else None for place, leaf in enumerate(after)]
             moved_bytes = max(_moved_bytes(carry, (plain or after)[: len(carry)]), _moved_bytes([], moved))
             refuse_changes(fixed, versions)
@@ -105,11 +106,19 @@ class Discovery:
                     stack.callback(handle.remove)
             yield
 
+    def _inputs(self, index: int) -> Leaves:
+        """Copies of a step's inputs."""
+        inputs = self.loop.inputs(index, recording=True)
+        copies = marked(copied(detached(inputs)), tuple(map(needs_gradient, inputs)))
+        self.given += [leaf for leaf in copies if isinstance(leaf, torch.Tensor)]
+        return copies
+
     def _without_autograd(self, carry: Leaves) -> Leaves | None:
         """What the step returns when autograd is off; None if it cannot do without."""
 
         def job() -> Leaves:
-            after, outputs = self.loop.run(0, carry, self.loop.inputs(0, recording=False), first=True)
+            inputs = copied(self.loop.inputs(0, recording=False))
+            after, outputs = self.loop.run(0, carry, inputs, first=True)
             return [*after, *outputs]
 
         return self.call.surroundings.without_autograd(job)
@@ -121,8 +130,13 @@ class Discovery:
         with torch.enable_grad(), self.call.surroundings.own_cast_cache():
             carry = marked(copied(detached(leaves)), needs)
             inner = [leaf.clone() if needs_gradient(leaf) else leaf for leaf in carry]  # may be changed in place
-            inputs = self.loop.inputs(index, recording=True)
+            inputs = self._inputs(index)
+            versions = [leaf._version for leaf in inputs if isinstance(leaf, torch.Tensor)]
             after, outputs = self.loop.run(index, inner, inputs, first=True)
+            if versions != [leaf._version for leaf in inputs if isinstance(leaf, torch.Tensor)]:
+                raise StepError(
+                    "the step changes its input in place, and every replay would again; change a clone of it"
+                )
             nodes = [leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf)]
             self.casts |= cast_among(nodes, self.call.captured)
         self.moved |= {place for place, (old, new) in enumerate(zip(inner, after, strict=True)) if old is not new}

@@ -149,3 +149,33 @@ def test_a_carry_that_the_step_before_still_needs_is_not_to_be_changed() -> None
     start = torch.zeros(4, 8), torch.randn(4, 8, requires_grad=True) * 0.5
     with pytest.raises(remat.StepError, match="in place where the step before needs it"):
         remat.scan(step, start, torch.randn(3, 4, 8), budget="1GiB")
+
+
+def test_an_output_that_came_to_share_with_what_is_changed_is_refused() -> None:
+    def step(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        a, b = carry
+        a.mul_(torch.tanh(x))
+        return (a, a), b
+
+    start, w = (torch.zeros(4, 8), torch.zeros(4, 8)), torch.randn(8, 8, requires_grad=True)
+    with pytest.raises(remat.StepError, match="return a clone of it"):
+        remat.scan(lambda carry, x: step(carry, x @ w), start, torch.randn(3, 4, 8), budget="1GiB")
+
+
+def test_what_is_changed_in_a_place_of_its_own_is_nobody_elses() -> None:
+    """A count in place, beside an input that is handed on and a state that is an output too."""
+    w, xs = torch.randn(8, 8, requires_grad=True), torch.randn(6, 4, 8)
+
+    def step(carry: tuple[Tensor, Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        count, before, h = carry
+        count.add_(1)
+        h = torch.tanh(h @ w + before + count)
+        return (count, x, h), h
+
+    def run(scan: Any, **more: Any) -> list[Tensor]:
+        carry, ys = scan(step, (torch.zeros(()), torch.zeros(4, 8), torch.zeros(4, 8)), xs, **more)
+        return [*carry, ys, *torch.autograd.grad(ys.sum(), [w])]
+
+    for planner in ("tight", "constant"):
+        found, wanted = run(remat.scan, budget="1GiB", planner=planner), run(plain_scan)
+        assert all(map(torch.equal, found, wanted))

@@ -58,7 +58,7 @@ class Nature:
         unread: leaves of the carry in places that no gradient flows into at the first step, by number.
         casts: captured tensors of which autocast around the loop keeps a copy, by number.
         groups: process groups in which it communicates, by name.
-        spoils_outputs: whether the next step would change an output in place, as it is a leaf of the carry too.
+        spoils_outputs: whether later steps would change outputs in place, as leaves of the carry share their storage.
     """
 
     needed: Needed

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
 
+from .aliases import Aliases
 from .ambient import States, recomputing, refuse_kept
 from .calls import Call, Nature
 from .captures import reached_leaves
@@ -32,7 +33,7 @@ class Discovery:
         self.loop = call.loop(None, call.carry, call.inputs.leaves)
         self.states = States(call.sources)
         self.casts: frozenset[int] = frozenset()
-        self.given: list[torch.Tensor] = []  # copies of inputs, which steps may change or hand on
+        self.aliases = Aliases()
         self.moved: set[int] = set()  # leaves of the carry that any step replaces
 
     def nature(self) -> Nature:
@@ -51,9 +52,11 @@ class Discovery:
             plain = self._without_autograd(carry)
             changed = [place for place, version in before.items() if carry[place]._version != version]
             orbit, once, after, outputs, unread = self._orbit()
-            overwritten = [after[place] for place in changed]  # by the next step
-            if changed:  # places may change with every step
-                _refuse_changed_outside(after, [*fixed, *self.given])
+            if self.aliases.foreign & self.aliases.overwritten(changed):
+                raise StepError(
+                    "the step changes its carry in place, and returns as its carry an input or a tensor from outside, "
+                    "which a later step would change, and every replay again; return a clone of it"
+                )
             moved = [leaf if place in self.moved else None for place, leaf in enumerate(after)]
             moved_bytes = max(_moved_bytes(carry, (plain or after)[: len(carry)]), _moved_bytes([], moved))
             refuse_changes(fixed, versions)
@@ -73,7 +76,7 @@ class Discovery:
             unread=unread,
             casts=self.casts,
             groups=groups,
-            spoils_outputs=_are_among(overwritten, outputs),
+            spoils_outputs=self.aliases.spoil_outputs(changed),
         )
 
     def _orbit(self) -> tuple[list[tuple[Flags, Flags]], Leaves, Leaves, Leaves, frozenset[int]]:
@@ -107,11 +110,9 @@ class Discovery:
             yield
 
     def _inputs(self, index: int) -> Leaves:
-        """Copies of a step's inputs."""
+        """Copies of a step's inputs, which it may change before that is seen."""
         inputs = self.loop.inputs(index, recording=True)
-        copies = marked(copied(detached(inputs)), tuple(map(needs_gradient, inputs)))
-        self.given += [leaf for leaf in copies if isinstance(leaf, torch.Tensor)]
-        return copies
+        return marked(copied(detached(inputs)), tuple(map(needs_gradient, inputs)))
 
     def _without_autograd(self, carry: Leaves) -> Leaves | None:
         """What the step returns when autograd is off; None if it cannot do without."""
@@ -139,6 +140,8 @@ class Discovery:
                 )
             nodes = [leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf)]
             self.casts |= cast_among(nodes, self.call.captured)
+        given = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
+        self.aliases.note(inner, after, outputs, [*given, *self.call.fixed, *self.call.captured])
         self.moved |= {place for place, (old, new) in enumerate(zip(inner, after, strict=True)) if old is not new}
         known = [leaf for leaf in (*carry, *inputs) if needs_gradient(leaf)]
         self.call.check_seen(nodes, known, first_sequence)
@@ -157,22 +160,6 @@ class Discovery:
             note_moving(source, before, after)
         refuse_kept((source, before, after) for _, source, before, after in changes)
         return frozenset(number for number, *_ in changes)
-
-
-def _are_among(leaves: Leaves, others: Iterable[Any]) -> bool:
-    """Whether any of the leaves is, or is a view of, one of the others."""
-    storages = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    strided = (t for t in others if isinstance(t, torch.Tensor) and t.layout is torch.strided)
-    return bool(storages) and any(tensor.untyped_storage()._cdata in storages for tensor in strided)
-
-
-def _refuse_changed_outside(carry: Leaves, outside: Iterable[torch.Tensor]) -> None:
-    """Inputs, and tensors from outside of the loop, that become leaves of a carry which later steps change."""
-    if _are_among(carry, outside):
-        raise StepError(
-            "the step changes its carry in place, and returns as its carry an input or a tensor from outside, which "
-            "a later step would change, and every replay again; return a clone of it"
-        )
 
 
 def _refuse_gathering(module: torch.nn.Module, _: Any) -> None:

@@ -68,8 +68,8 @@ def nature_of(call: Call) -> Nature:
         _groups[call.codes] = nature.groups
     if nature.spoils_outputs and call.length > 1:
         raise StepError(
-            "the step returns as an output what it changes in place as its carry, so the next step would change the "
-            "output too; return a clone of it"
+            "the step returns as an output what it changes in place as its carry, so that a later step would change "
+            "the output too; return a clone of it"
         )
     if key in _learnt:
         nature = nature.wider(_learnt[key])

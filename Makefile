@@ -38,7 +38,7 @@ dist: .venv/.installed-dev
 fuzz: .venv/.installed-dev
 	@end=$$(( $$(date +%s) + $(SECONDS) )); rounds=0; \
 	while [ $$(date +%s) -lt $$end ]; do \
-	    $(BIN)/python -m pytest -q -n 2 -m hypothesis --hypothesis-profile=fuzz || exit 1; \
+	    $(BIN)/python -m pytest -q -n 2 -m hypothesis --hypothesis-profile=fuzz -o faulthandler_timeout=3000 || exit 1; \
 	    rounds=$$(( rounds + 1 )); \
 	done; echo "fuzz: $$rounds rounds in $(SECONDS) s, nothing found"
 

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any, Final
 
 from websockets.sync.client import ClientConnection, connect
@@ -20,6 +21,7 @@ _FLAGS: Final = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-port=0"
 )
+_LOADED_S: Final = 30
 
 
 @contextmanager
@@ -85,8 +87,9 @@ class Browser:
         self.complaints.clear()
         self.requests.clear()
         self.call("Page.navigate", url=url)
-        while self.ask("document.readyState + location.href") != "complete" + url:
-            pass
+        end = monotonic() + _LOADED_S
+        while (found := self.ask("document.readyState + location.href")) != "complete" + url:
+            assert monotonic() < end, f"{url} is still {found}"
 
     def ask(self, expression: str) -> Any:
         """The value of an expression in the page."""

@@ -6,12 +6,17 @@ Two test processes share two cores, so kernels get one thread each; results do n
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # read when torch and numba are first imported, which is after this
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and whatever they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the first example of a test pays for compilation. Reproducible by default; `make fuzz` draws anew.
 settings.register_profile("default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -283,3 +283,11 @@ def _difference(have: Any, want: Any) -> str:
     if isinstance(have, Tensor) and isinstance(want, Tensor) and have.shape == want.shape:
         return f"by up to {(have.to_dense() - want.to_dense()).abs().max().item():.3g}" if have.numel() else "nothing"
     return "not comparable"
+
+
+def accumulator_mark(weight: Tensor) -> object:
+    """An object that is the same for as long as a leaf's gradient accumulator lives."""
+    with torch.enable_grad():
+        node = weight.view_as(weight).grad_fn
+    assert node is not None
+    return node.next_functions[0][0].metadata.setdefault("mark", object())

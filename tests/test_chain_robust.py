@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from plain import assert_same, observe, same, seed_everything
+from plain import accumulator_mark, assert_same, observe, same, seed_everything
 from remat.blocks import granularity
 from remat.schedules import Record
 from stacks import STACKS, B, D, Residual, budget_at, chained, of, plain_chain, planned
@@ -96,6 +97,22 @@ def test_hooks_of_a_tied_parameter_fire_once_with_the_whole_gradient(settings: d
     got, expected = run(chained(**settings)), run(plain_chain)
     assert len(got) == len(expected) == len(STACKS["weights-tied-between-and-within-blocks"]().wrt)
     assert sorted(map(str, got)) == sorted(map(str, expected))
+
+
+def test_gradient_accumulators_are_made_once_in_a_call() -> None:
+    """Made by an operator that has let the GIL go, one can block another thread for good (PyTorch 2.10 and newer)."""
+    blocks, seen = residual(4), SimpleQueue[tuple[str, object]]()
+
+    def watched(x: Tensor, number: int) -> Tensor:
+        for name, weight in blocks[number].named_parameters():
+            seen.put((f"{number} {name}", accumulator_mark(weight)))
+        return blocks[number](x)
+
+    names = {f"{number} {name}" for number, block in enumerate(blocks) for name, _ in block.named_parameters()}
+    for _ in range(2):
+        remat.chain([partial(watched, number=number) for number in range(4)], leaf(B, D), **AGAIN).sum().backward()
+        marks = {seen.get() for _ in range(seen.qsize())}
+        assert len(marks) == len(names)
 
 
 @levels

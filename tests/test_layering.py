@@ -19,6 +19,7 @@ LAYERS = {
     "L1": {"chains", "schedules"},
     "L2": {"curves", "page", "planners", "simulator", "report", "plans", "tradeoff"},
     "L3": {
+        "accumulators",
         "aliases",
         "ambient",
         "apart",

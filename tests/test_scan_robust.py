@@ -34,6 +34,7 @@ from plain import (
     Loop,
     Program,
     Step,
+    accumulator_mark,
     assert_same,
     buffers_of,
     observe,
@@ -194,8 +195,8 @@ def test_ctrl_c_while_a_step_is_measured_in_a_thread_of_its_own() -> None:
     def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         if next(calls) == 4 and not interrupted.is_set():
             reached.set()
-            while not interrupted.wait(0.01):
-                pass
+            while not interrupted.is_set():  # not in its wait: an error there could leave its lock taken for good
+                time.sleep(0.01)
         h = cell(norm(x), h)
         return h, h
 
@@ -256,6 +257,27 @@ def test_memory_falls_by_reference_counting(level: str) -> None:
 
 
 # ---- several at once
+
+
+@levels
+def test_gradient_accumulators_are_made_once_in_a_call(level: str) -> None:
+    """Made by an operator that has let the GIL go, one can block another thread for good (PyTorch 2.10 and newer)."""
+    cell, xs = nn.GRUCell(D, H), leaf(STEPS, B, D, grad=False)
+    seen = queue.SimpleQueue[tuple[str, object]]()
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        for name, weight in cell.named_parameters():
+            seen.put((name, accumulator_mark(weight)))
+        h = cell(x, h)
+        return h, h
+
+    loop = at_level(level)
+    for _ in range(2):
+        _, ys = loop(step, torch.zeros(B, H), xs)
+        ys.square().mean().backward()
+        del ys
+        names, marks = zip(*set(drained(seen)), strict=True)
+        assert len(marks) == len(set(names)) == 4
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "with a hook on a shared weight"])

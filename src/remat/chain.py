@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from .accumulators import keep_accumulators
 from .ambient import States, is_transformed, opaque, recomputing
 from .blocks.block import Block
 from .blocks.calls import ChainCall, copied_stages, in_need
@@ -95,8 +96,11 @@ def _run(
     check: bool = False,
     made: Plan | None = None,
 ) -> Any:
-    if not torch.is_grad_enabled() or is_transformed(_tensors(functions, x, shared, shared_kwargs)):
+    tensors = list(_tensors(functions, x, shared, shared_kwargs))
+    if not torch.is_grad_enabled() or is_transformed(tensors):
         return _plain(functions, x, shared, shared_kwargs)
+    _accumulators = keep_accumulators(tensors)  # until nodes of the chain keep them
+    del tensors
     front = front_of(functions, x, shared, shared_kwargs)
     x = _plain(functions[:front], x, shared, shared_kwargs)
     if front == len(functions):

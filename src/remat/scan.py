@@ -13,6 +13,7 @@ import torch
 from torch._C import _autograd
 from torch.nn.utils.rnn import PackedSequence
 
+from .accumulators import keep_accumulators
 from .ambient import States, is_transformed, opaque, recomputing
 from .calls import Call, MissedTensors, Nature
 from .errors import KeptTensors, LateChange, LateGradient, StepError
@@ -163,12 +164,14 @@ def _once(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]
         return _transformed(call)
     if not torch.is_grad_enabled():
         return _plain(call)
+    accumulators = keep_accumulators(call.tensors())
     nature, made = plan_of(call, budget, planner)
     call.leave_unread(nature.unread)
     if not any(map(needs_gradient, call.tensors())):
         return _plain(call)
     packing = _Packing()
     flat = _Scan.apply(call, nature, made, packing, *call.tensors())
+    del accumulators  # the node keeps them now
     call.release()
     return packing.unpack(flat)
 

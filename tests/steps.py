@@ -764,6 +764,18 @@ def same_tensor_twice_at_first_only(steps: int) -> Program:
 
 
 @program
+def a_carry_asked_whether_it_needs_a_gradient(steps: int) -> Program:
+    """At first it does not; later it does, though none flows into it."""
+    w = leaf(D, H)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x @ w + h.detach() * (2.0 if h.requires_grad else 1.0))
+        return h, h
+
+    return Program(step, torch.zeros(B, H), leaf(steps, B, D, grad=False), wrt={"w": w})
+
+
+@program
 def carries_that_swap_places(steps: int) -> Program:
     w, h, g = leaf(H, H), leaf(B, H), leaf(B, H, grad=False)
     return Program(

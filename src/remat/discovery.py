@@ -35,6 +35,7 @@ class Discovery:
         self.casts: frozenset[int] = frozenset()
         self.aliases = Aliases()
         self.moved: set[int] = set()  # leaves of the carry that any step replaces
+        self.needs_autograd = False  # or a step without it returns the same
 
     def nature(self) -> Nature:
         """What the step does.
@@ -49,9 +50,9 @@ class Discovery:
             before = {place: carry[place]._version for place in places_of(carry)}
             fixed = [*self.call.fixed, *self.call.captured]
             versions = [tensor._version for tensor in fixed]
-            plain = self._without_autograd(carry)
+            plain = self._without_autograd(0, carry)
             changed = [place for place, version in before.items() if carry[place]._version != version]
-            orbit, once, after, outputs, unread = self._orbit()
+            orbit, after, outputs, unread = self._orbit(plain)
             if self.aliases.foreign & self.aliases.overwritten(changed):
                 raise StepError(
                     "the step changes its carry in place, and returns as its carry an input or a tensor from outside, "
@@ -62,14 +63,13 @@ class Discovery:
             refuse_changes(fixed, versions)
             changes = self._changes()
             groups = groups_used(communicated)
-        same = plain is not None and all(map(_same_bits, plain, once))
         could = tuple(map(could_need, after)), tuple(map(could_need, outputs))
         return Nature(
             needed=Needed(united(flags for flags, _ in orbit), united(flags for _, flags in orbit), changes),
             orbit=tuple(orbit),
             settled=orbit[-1] == could,
             copies=bool(changed),
-            grad_mode=not same,
+            grad_mode=self.needs_autograd,
             carry_bytes=tuple(map(_bytes_of, firsts(after))),
             output_bytes=tuple(map(_bytes_of, outputs)),
             moved_bytes=moved_bytes,
@@ -79,23 +79,29 @@ class Discovery:
             spoils_outputs=self.aliases.spoil_outputs(changed),
         )
 
-    def _orbit(self) -> tuple[list[tuple[Flags, Flags]], Leaves, Leaves, Leaves, frozenset[int]]:
-        """What needs gradients after each step until nothing changes any more, results, and what is unread.
+    def _orbit(self, plain: Leaves | None) -> tuple[list[tuple[Flags, Flags]], Leaves, Leaves, frozenset[int]]:
+        """What needs gradients after each step until nothing changes any more, the last results, and what is unread.
 
-        The results are all of the first step, which running without autograd is compared with, and the last ones.
-
-        Once everything needs a gradient that can, nothing changes any more.
+        Once everything needs a gradient that can, nothing changes any more. Each step is compared with itself without
+        autograd, of which `plain` is the first: a step may ask its carry whether it needs a gradient.
         """
         needs, orbit = self.call.needs, []
         after, outputs, unread = self._record(0, self.call.carry, needs)
-        once = [*detached(after), *detached(outputs)]
+        self._compare(plain, after, outputs)
         for index in range(1, _TRANSIENT + 1):
             orbit.append((flags_of(after), flags_of(outputs)))
             if orbit[-1][0] == needs:
                 break
-            needs = orbit[-1][0]
-            after, outputs, _ = self._record(index, after, needs)
-        return orbit, once, after, outputs, unread
+            needs, before = orbit[-1][0], after
+            after, outputs, _ = self._record(index, before, needs)
+            if not self.needs_autograd:
+                self.states.restart()
+                self._compare(self._without_autograd(index, copied(detached(before))), after, outputs)
+        return orbit, after, outputs, unread
+
+    def _compare(self, plain: Leaves | None, after: Leaves, outputs: Leaves) -> None:
+        same = plain is not None and all(map(_same_bits, plain, [*detached(after), *detached(outputs)]))
+        self.needs_autograd |= not same
 
     @contextmanager
     def _no_gathering(self) -> Iterator[None]:
@@ -114,12 +120,12 @@ class Discovery:
         inputs = self.loop.inputs(index, recording=True)
         return marked(copied(detached(inputs)), tuple(map(needs_gradient, inputs)))
 
-    def _without_autograd(self, carry: Leaves) -> Leaves | None:
-        """What the step returns when autograd is off; None if it cannot do without."""
+    def _without_autograd(self, index: int, carry: Leaves) -> Leaves | None:
+        """What a step returns when autograd is off; None if it cannot do without."""
 
         def job() -> Leaves:
-            inputs = copied(self.loop.inputs(0, recording=False))
-            after, outputs = self.loop.run(0, carry, inputs, first=True)
+            inputs = copied(self.loop.inputs(index, recording=False))
+            after, outputs = self.loop.run(index, carry, inputs, first=True)
             return [*after, *outputs]
 
         return self.call.surroundings.without_autograd(job)

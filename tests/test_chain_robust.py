@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import remat
 from plain import accumulator_mark, assert_same, observe, same, seed_everything
-from remat.blocks import granularity
+from remat.blocks import granularity, survey
 from remat.schedules import Record
 from stacks import STACKS, B, D, Residual, budget_at, chained, of, plain_chain, planned
 from steps import leaf
@@ -113,6 +114,33 @@ def test_gradient_accumulators_are_made_once_in_a_call() -> None:
         remat.chain([partial(watched, number=number) for number in range(4)], leaf(B, D), **AGAIN).sum().backward()
         marks = {seen.get() for _ in range(seen.qsize())}
         assert len(marks) == len(names)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_hidden_tensor(at: int, first: bool) -> None:
+    """Nothing leads to it but the recorded graph: used at first or last it has its gradient, else it is refused."""
+    survey._known.clear()
+    hidden, switch = leaf(D, D), nn.Identity()
+    tensor, on = weakref.ref(hidden), weakref.ref(switch)
+    inner = residual(3)
+
+    def block(x: Tensor, number: int) -> Tensor:
+        return inner[number](x @ tensor() if number == at and on().training else x)
+
+    blocks, x = [partial(block, number=number) for number in range(3)], leaf(B, D)
+    for number in range(4):  # when gradients exist, blocks are looked at anew
+        switch.train(first or number > 1)
+        y = remat.chain(blocks, x, **AGAIN).sum()
+        if switch.training and not first and at < 2:
+            with pytest.raises(remat.StepError, match=rf"uses a tensor of shape \({D}, {D}\).*shared argument"):
+                y.backward()
+        else:
+            y.backward()
+            found, hidden.grad = hidden.grad, None
+            plain_chain(blocks, x)[0].sum().backward()
+            assert same(found, hidden.grad)
+            hidden.grad = None
 
 
 @levels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -395,6 +396,29 @@ def test_no_step_is_looked_at_that_would_not_come(steps: int) -> None:
 def test_the_smallest_budget_is_below_that_of_keeping_all() -> None:
     make = partial(PROGRAMS["transformer-block"], 39)
     assert smallest_budget(make()) < plan_of(make(), "1GiB").peak_bytes / 3  # random states weigh at this size
+
+
+@pytest.mark.parametrize("at", [0, 4, 8])
+def test_a_hidden_tensor(at: int) -> None:
+    """Nothing leads to it but the recorded graph: used at first or last it has its gradient, used between it cannot."""
+    hidden = torch.full((3, 3), 0.3).requires_grad_()
+    reference = weakref.ref(hidden)
+
+    def step(carry: tuple[Tensor, int], x: Tensor) -> tuple[tuple[Tensor, int], Tensor]:
+        h, t = carry
+        h = torch.tanh(h @ reference() if t == at else h @ W + x)
+        return (h, t + 1), h
+
+    xs = torch.ones(9, 2, 3).requires_grad_()
+    for _ in range(2):
+        ys = remat.scan(step, (H, 0), xs, budget="1MiB", planner="constant")[1]
+        if at == 4:
+            with pytest.raises(remat.StepError, match=r"later step uses a tensor of shape \(3, 3\).* close over it"):
+                ys.sum().backward()
+            assert xs.grad is None
+        else:
+            expected = torch.autograd.grad(plain_scan(step, (H, 0), xs)[1].sum(), hidden)
+            assert same(torch.autograd.grad(ys.sum(), hidden), expected)
 
 
 @pytest.mark.parametrize("view", [False, True])

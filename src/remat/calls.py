@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, Final, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from .ambient import States, Surroundings
-from .captures import is_used_up, reach, unseen_leaves
+from .captures import is_used_up, reach, unseen_leaves, unseen_only_leaves
 from .casts import is_cast
 from .errors import LateGradient, StepError
 from .inputs import Inputs, emptied, input_kind, is_sliced, with_tensor
@@ -115,6 +115,7 @@ class Call:
         traced: that graph, once there is one.
         reached: all tensors that the walk from the step finds, if it should be traced.
         uses_arrays: whether it finds NumPy arrays.
+        looked: if the backward shall look at every range, what it calls when it has.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Call:
         self.check, self.inputs, self.length = check, inputs, inputs.length
         self.compiled, self.entry = compiled, 0
         self.traced: Traced | None = None
+        self.looked: Callable[[], None] | None = None
         self._given: Any = step, carry
         self._inputs_captured: list[tuple[int, int]] = []
         reached = reach(step, exact=bool(compiled))
@@ -315,6 +317,20 @@ class Call:
             nodes, known, first_sequence = run.recorder.newest(run.ranges[run.length].tape)
             self.check_seen(nodes, known, first_sequence, _NODES)
 
+    def look_at_all(self, run: Interpreter) -> None:
+        """Let the backward check every range before it runs."""
+        if isinstance(run.recorder, AutogradRanges):
+            run.recorder.look = self._check_late
+
+    def _check_late(self, nodes: list[Any], known: list[torch.Tensor], first_sequence: int) -> None:
+        try:
+            self.check_seen(nodes, known, first_sequence)
+        except MissedTensors as missed:
+            raise StepError(
+                f"a later step uses a tensor of shape {tuple(missed.tensors[0].shape)} in a way that cannot be seen, "
+                "and the first steps do not, so its gradient would be lost; let the step close over it"
+            ) from None
+
     def check_needs(self, loop: Loop, nature: Nature) -> None:
         """After a first pass: were there more gradients than the plan has room for?
 
@@ -335,18 +351,7 @@ class Call:
             StepError: the result of something outside, that the walk from the step had missed, or whose graph is gone.
         """
         unseen = unseen_leaves(nodes, [*self.captured, *known], first_sequence, limit)
-        leaves = [item for item in unseen if isinstance(item, torch.Tensor)]
-        for node in unseen:
-            if node in self._used_up:
-                raise StepError(
-                    f"the step uses a result of {type(node).__name__} from an earlier run, through whose graph a "
-                    "backward has already gone; reset or detach it before the loop"
-                )
-            if not isinstance(node, torch.Tensor):
-                raise StepError(
-                    f"the step uses the result of {type(node).__name__}, computed outside of it, in a way that cannot "
-                    "be seen, so its gradient would be lost; let the step close over it, or put it into the carry"
-                )
+        leaves = unseen_only_leaves(unseen, self._used_up)
         if leaves:
             raise MissedTensors(leaves)
 

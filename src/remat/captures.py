@@ -14,13 +14,14 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 
+from .errors import StepError
 from .streams import is_random_source
 
 ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
@@ -317,6 +318,29 @@ def unseen_leaves(
         else:
             queue.extend(following for following, _ in node.next_functions)
     return unseen
+
+
+def unseen_only_leaves(unseen: Iterable[Any], used_up: Container[Any]) -> list[torch.Tensor]:
+    """What `unseen_leaves` found, if it is nothing worse.
+
+    Raises:
+        StepError: the result of something outside of the step, or with a graph through which a backward has gone.
+    """
+    leaves = []
+    for item in unseen:
+        if isinstance(item, torch.Tensor):
+            leaves.append(item)
+        elif item in used_up:
+            raise StepError(
+                f"the step uses a result of {type(item).__name__} from an earlier run, through whose graph a backward "
+                "has already gone; reset or detach it before the loop"
+            )
+        else:
+            raise StepError(
+                f"the step uses the result of {type(item).__name__}, computed outside of it, in a way that cannot be "
+                "seen, so its gradient would be lost; let the step close over it, or put it into the carry"
+            )
+    return leaves
 
 
 def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -271,6 +272,12 @@ class _Work:
                 known += (run.captured.tensors[number] for number in recorded.tape.captured)
                 refuse_unseen(unseen_leaves(nodes, known, first_sequence, _NODES), block.name)
 
+    def _look_at(self, run: Interpreter, index: int) -> None:
+        """Let the backward of a block of any kind check its range first."""
+        block = self.call.blocks[index]
+        assert isinstance(run.recorder, AutogradRanges)
+        run.recorder.look = None if block.plain else partial(_refuse_late, block.name, run.captured.tensors)
+
     def undo(self) -> None:
         """Put everything back for a forward that starts again."""
         self.run = None
@@ -287,6 +294,7 @@ class _Work:
         run = self.run
         assert run is not None
         captured, used = run.captured, call.used[index]
+        self._look_at(run, index)
         with hooks_set_aside([captured.tensors[number] for number in used]):
             run.backward_of(index, self._replaying)
         # What earlier blocks use too is theirs to hand out: the sum goes on.
@@ -318,6 +326,18 @@ class _Work:
         for place, gradient in zip(self.final_places, gradients, strict=True):
             adjoint[place] = gradient
         self.run.start_backward(adjoint, ())
+
+
+def _refuse_late(
+    name: str, captured: Sequence[torch.Tensor], nodes: list[Any], known: list[torch.Tensor], first_sequence: int
+) -> None:
+    try:
+        refuse_unseen(unseen_leaves(nodes, [*captured, *known], first_sequence, None), name)
+    except MissedTensors as missed:
+        raise StepError(
+            f"block {name} uses a tensor of shape {tuple(missed.tensors[0].shape)} in a way that cannot be seen, and "
+            "did not when first looked at, so its gradient would be lost; pass it to remat.chain as a shared argument"
+        ) from None
 
 
 class _Block(torch.autograd.Function):

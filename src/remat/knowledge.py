@@ -45,13 +45,17 @@ class _Memory(OrderedDict[Hashable, Any]):
             self.move_to_end(key)
             found: Value = self[key]
             return found
-        made = self[key] = make()
-        while len(self) > _KEPT:
-            self.popitem(last=False)
+        made = make()
+        self.put(key, made)
         return made
 
+    def put(self, key: Hashable, value: Any) -> None:
+        self[key] = value
+        while len(self) > _KEPT:
+            self.popitem(last=False)
 
-_natures, _surveys, _learnt, _costs, _plans, _traced, _agreed = (_Memory() for _ in range(7))
+
+_natures, _surveys, _learnt, _costs, _plans, _traced, _agreed, _looked = (_Memory() for _ in range(8))
 _groups: dict[Hashable, tuple[str, ...]] = {}  # in which a step communicates, by its code
 
 
@@ -87,6 +91,14 @@ def learn(call: Call, more: Needed) -> None:
 def _survey_of(call: Call) -> Needed:
     job = partial(_surveyed, call, _natures[call.key()])
     return _surveys.recall((call.key(), call.length), lambda: by_itself(job, call.surroundings))
+
+
+def look_once(call: Call) -> Callable[[], None] | None:
+    """For steps of which no backward has looked at so many yet: what it calls when it has."""
+    if call.traced is not None:  # the graph is that of every step
+        return None
+    key, length = call.key(), call.length
+    return partial(_looked.put, key, length) if _looked.get(key, 0) < length else None
 
 
 def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature, Plan]:

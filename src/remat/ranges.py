@@ -63,6 +63,7 @@ class AutogradRanges:
         captured: tensors whose gradients are asked for, besides the carry's and the inputs'.
         copies: whether a stage changes its carry in place.
         replays: what selective tapes need; without it, all are whole. Stages that change their carry have none.
+        look: if there is one, is shown each range before its backward: nodes, leaves of the range's own, first number.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class AutogradRanges:
         self.stages, self.length = stages, length
         self.needs, self.captured, self.copies, self.replays = needs, captured, copies, replays
         self.output_gradients: Sequence[Any] = ()
+        self.look: Callable[[list[Any], list[torch.Tensor], int], None] | None = None
         self.anchor = torch.zeros((), requires_grad=True)
         self._one = torch.ones(())
 
@@ -270,12 +272,12 @@ class AutogradRanges:
         """The newest nodes of a range, leaves that belong to it, and the number of its first node."""
         newest = max((stage for _, stage, _ in tape.outputs), default=0)
         roots = [root for _, root in tape.leaving] + [root for _, stage, root in tape.outputs if stage == newest]
+        return self._seen_from(roots, tape)
+
+    def _seen_from(self, roots: list[Root], tape: RecordedRange) -> tuple[list[Any], list[torch.Tensor], int]:
         known = [self.anchor, *(alias for _, aliases in tape.inputs for alias in aliases)]
-        return (
-            [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots],
-            known,
-            tape.first_sequence,
-        )
+        nodes = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
+        return nodes, known, tape.first_sequence
 
     # ---- backward
 
@@ -292,6 +294,8 @@ class AutogradRanges:
         adjoint.clear()
         if not roots:  # nothing flows in from behind
             return [None] * tape.width
+        if self.look is not None:
+            self.look(*self._seen_from(roots, tape))
         self._start_sums(tape, roots)
         if tape.resume is not None:
             tape.box.gradients = tuple(captured.take(tape.resumed))  # held once: added to in place

@@ -20,7 +20,7 @@ from .errors import KeptTensors, LateChange, LateGradient, StepError
 from .inputs import Inputs, checked_lengths, fetched, masked, packed_lengths, packed_like
 from .interpreter import Interpreter
 from .kept import left_alone, left_if_stopped
-from .knowledge import learn, nature_of, plan_of
+from .knowledge import learn, look_once, nature_of, plan_of
 from .loops import Loop, Outputs, Step
 from .plans import Plan
 from .recorded import needs_gradient, places_of
@@ -169,6 +169,7 @@ def _once(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]
     call.leave_unread(nature.unread)
     if not any(map(needs_gradient, call.tensors())):
         return _plain(call)
+    call.looked = look_once(call)
     packing = _Packing()
     flat = _Scan.apply(call, nature, made, packing, *call.tensors())
     del accumulators  # the node keeps them now
@@ -291,7 +292,11 @@ class _Scan(torch.autograd.Function):
             stacked: list[torch.Tensor | None] = [None] * len(ctx.nature.needed.outputs)
             for number in ctx.packing.numbers:
                 stacked[number] = next(arrived)
+            if call.looked is not None:
+                call.look_at_all(run)
             found = run.backward(adjoint, stacked)
+            if call.looked is not None:
+                call.looked()
         if not _autograd._get_current_graph_task_keep_graph():
             ctx.call = ctx.states = None  # a step may lead to what leads here
         inputs = iter(loop.input_gradients())

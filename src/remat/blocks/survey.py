@@ -146,7 +146,7 @@ class _Walk:
         self._kind = Kind.of(structure, carry)
         self._at = 0  # the carry at hand enters this block
         places = Structure((arguments, keywords))
-        around = tuple(map(_kind, places.flatten((arguments, keywords))))
+        around = tuple(map(_kind, (*places.flatten((arguments, keywords)), *shared)))
         self._around = (places, around, surroundings.key(), torch.get_num_threads(), gauge)
 
     def all(self, seen: Callable[[], object]) -> list[Known]:

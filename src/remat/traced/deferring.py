@@ -4,7 +4,8 @@ The gradient of a parameter is a sum over steps. Of each step's contribution thi
 made of by linear operators which are the same in every step (transposition, views, scaling, sums of terms): these are
 applied once, to the sum. A term is
 
-    product       of two matrices: their rows are kept, and one product over the rows of many steps replaces one a step
+    product       of two matrices: their rows are kept, and one product over the rows of many steps replaces one a step;
+                  the first one may be kept in pieces that stand side by side
     products      the same for batches of matrices
     convolution   its weight's gradient: a batch of many steps replaces one a step
     sum           over rows that another term keeps anyway, such as a bias of a linear layer
@@ -107,9 +108,15 @@ class Branch:
     links: tuple[Link, ...]
 
 
-def deferred(parts: Parts) -> dict[int, tuple[Branch, ...]]:
-    """By number of the captured tensor, the branches whose sum is its gradient."""
-    finder = _Finder(parts)
+def deferred(parts: Parts, *, in_pieces: bool = False) -> dict[int, tuple[Branch, ...]]:
+    """By number of the captured tensor, the branches whose sum is its gradient.
+
+    Args:
+        parts: of the joint graph.
+        in_pieces: whether of matrices that are put together side by side the pieces are kept: each may take the place
+            of a saved value where the whole one fits in none.
+    """
+    finder = _Finder(parts, in_pieces=in_pieces)
     paths = {number: list(finder.walk(node, ())) for number, node in parts.joint.captured_gradients.items()}
     terms = finder.terms()
     branches = {}
@@ -138,8 +145,8 @@ def _first(node: fx.Node) -> fx.Node:
 
 
 class _Finder:
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, parts: Parts, *, in_pieces: bool) -> None:
+        self.parts, self.in_pieces = parts, in_pieces
         self.found: dict[fx.Node, Term] = {}
 
     def walk(self, node: fx.Node, links: tuple[Link, ...]) -> Iterator[tuple[fx.Node, tuple[Link, ...]]]:
@@ -163,9 +170,12 @@ class _Finder:
         kept = {operand.node for operand in operands if not operand.swapped and not operand.batch}
         for node, term in self.found.items():
             if term.kind == "value" and name_of(node) == "aten.sum.dim_IntList" and not node.kwargs:
-                rows = _first(node)
-                if base_of(rows) in kept and value_of(rows).dtype is value_of(node).dtype:
-                    self.found[node] = _column_sum(node, rows, *node.args[1:])  # type: ignore[arg-type]
+                rows, (dims, *keep) = _first(node), node.args[1:]
+                pieces = self._pieces(rows)
+                if len(pieces) > 1 and any(dim in (1, -1) for dim in dims):  # type: ignore[union-attr]
+                    continue
+                if all(base_of(piece) in kept for piece in pieces) and value_of(rows).dtype is value_of(node).dtype:
+                    self.found[node] = _column_sum(node, pieces, dims, *keep)  # type: ignore[arg-type]
         return self.found
 
     def _is_sum(self, node: fx.Node) -> bool:
@@ -212,7 +222,10 @@ class _Finder:
         if node in self.parts.backward and value_of(node).dtype in _EXACT:
             if name_of(node) == "aten.mm.default":
                 left, right = node.args
-                term = Term("product", node, (_rows(left, swap=True), _rows(right, swap=False)))
+                assert isinstance(left, fx.Node)
+                pieces = self._pieces(_first(left)) if name_of(left) == "aten.t.default" else []
+                first = [_whole(piece) for piece in pieces] if len(pieces) > 1 else [_rows(left, swap=True)]
+                term = Term("product", node, (*first, _rows(right, swap=False)))
             elif name_of(node) == "aten.bmm.default":
                 left, right = node.args
                 term = Term("products", node, (_batch(left, swap=True), _batch(right, swap=False)))
@@ -238,13 +251,22 @@ class _Finder:
             return Term("convolution", node, (_whole(gradient), _whole(inputs)), (weight, *settings[:-1]))
         if node.args[1] == 2:
             others = [0, *range(2, value_of(gradient).dim())]
-            return _column_sum(node, gradient, others, False)
+            return _column_sum(node, [gradient], others, False)
         return None
 
+    def _pieces(self, node: fx.Node) -> list[fx.Node]:
+        """The matrices of the backward that stand side by side in a node, or itself."""
+        if not self.in_pieces or name_of(node) != "aten.cat.default" or value_of(node).dim() != 2:
+            return [node]
+        pieces, dim = node.all_input_nodes, (*node.args, 0)[1]
+        whole = sum(value_of(piece).shape[1] for piece in pieces) == value_of(node).shape[1]  # each of them once
+        there = all(piece in self.parts.backward for piece in pieces)
+        return pieces if whole and there and dim in (1, -1) else [node]
 
-def _column_sum(node: fx.Node, rows: fx.Node, dims: Sequence[int], keep: bool = False) -> Term:
-    width = value_of(rows).dim()
-    return Term("sum", node, (_whole(rows),), (tuple(dim % width for dim in dims), keep))
+
+def _column_sum(node: fx.Node, rows: Sequence[fx.Node], dims: Sequence[int], keep: bool = False) -> Term:
+    width = value_of(rows[0]).dim()
+    return Term("sum", node, tuple(map(_whole, rows)), (tuple(dim % width for dim in dims), keep))
 
 
 def _whole(node: fx.Node) -> Operand:

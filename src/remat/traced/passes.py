@@ -85,9 +85,12 @@ class Pass:
         self.way, self.tape, self.arriving, self.stages = way, tape, arriving, way.stages
         self.output_gradients, self.length = output_gradients, length
         self.sums = sums
-        plan, self.together = way.menu.plan, way.together
+        plan, self.room = way.menu.plan, way.together
+        # As few products as there is room for, over equally many steps each.
+        steps = max(tape.stop - tape.start - (way.apart and tape.stop == length), 1)
+        self.together = -(-steps // -(-steps // self.room))
         self.slots = {
-            ("slot", k): _slots(operand, self.together)
+            ("slot", k): _slots(operand, self.room)
             for k, operand in enumerate(plan.slots)
             if any(operand in term.operands for term in sums.terms)
         }
@@ -132,7 +135,7 @@ class Pass:
     def flush(self) -> None:
         """Add the terms of the steps that wait."""
         if self.first < self.last:
-            self.sums.add(self._block, self.waiting)
+            self.sums.add(self._block, self.waiting, self.room)
         self.last = self.first
 
     def _block(self, operand: Operand) -> torch.Tensor:
@@ -143,7 +146,7 @@ class Pass:
             return loop.columns[number].block(self.first, self.last)
         if kind == "slot":
             stack, dim = self.slots[key]
-            return stack.narrow(dim, self.together - (self.last - self.first), self.last - self.first)
+            return stack.narrow(dim, self.room - (self.last - self.first), self.last - self.first)
         first, last = self.first - self.tape.start, self.last - self.tape.start
         if kind != "leaving":
             return self.tape.stacks[key][first:last]

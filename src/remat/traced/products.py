@@ -3,11 +3,16 @@
 A step has few rows. On an AMD EPYC with AVX-512 and one thread, MKL takes 102 µs for 16 rows of 256 with a matrix of
 256×1024, oneDNN 67; for 16 rows of 1024 with one of 1024×256, 103 and 50; below 2²⁰ multiplications its own overhead
 (10 µs) eats the gain. Which of them it is follows from shapes alone, so that a step's bits are the same in every run.
+
+Gradients of weights are products over the rows of many steps. The narrower matrix is the one that is turned, and the
+sum lies in memory so that its rows are that one's columns: with 256 rows, MKL adds a product of 1024×256 to a sum in
+1380 µs, oneDNN in 1100 the usual way, in 640 this way, and in 780 where the product is made in four pieces, so that
+only a quarter of it is there at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,6 +22,9 @@ from torch import fx
 from .graphs import aten, name_of, value_of
 
 _LARGE: Final = 1 << 20  # multiplications
+_WIDE: Final = 1 << 17  # bytes of a sum
+_PIECE: Final = 1 << 18  # bytes of a product that are there at a time, before they are added
+_VECTOR: Final = 16  # numbers in a register of AVX-512
 _LINEAR: Final[Any] = torch.ops.mkldnn._linear_pointwise.default if torch._C._has_mkldnn else None
 
 
@@ -39,6 +47,49 @@ def through_onednn(graph: fx.Graph) -> None:
         made.meta["val"] = value_of(node).new_empty(value_of(node).shape)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
+
+
+def blank_sum(value: torch.Tensor) -> torch.Tensor:
+    """A sum of products of such a value, laid out as `add_product` wants it."""
+    settings: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+    if _gains(value) and value.shape[0] > value.shape[1]:
+        return torch.zeros(value.shape[::-1], **settings).t()
+    return torch.zeros(value.shape, **settings)
+
+
+def add_product(total: torch.Tensor, lefts: Sequence[torch.Tensor], right: torch.Tensor, most_rows: int) -> None:
+    """Add to a sum that `blank_sum` made.
+
+    Args:
+        total: (a × b).
+        lefts: (rows × aᵢ); the aᵢ add up to a.
+        right: (rows × b).
+        most_rows: of all calls: bytes are those of so many, or a trial of few rows would foresee too little.
+    """
+    onednn = _gains(total)
+    for part, left in zip(torch.split(total, [left.shape[1] for left in lefts]), lefts, strict=True):
+        if not onednn:
+            part.addmm_(left.t(), right)
+        elif total.is_contiguous():
+            _add_turned(part, left, right, most_rows)
+        else:
+            _add_turned(part.t(), right, left, most_rows)
+
+
+def _add_turned(total: torch.Tensor, narrow: torch.Tensor, wide: torch.Tensor, most_rows: int) -> None:
+    """Add narrowᵀ·wide, some columns of the narrow one at a time."""
+    (rows, width), row_bytes = narrow.shape, wide.shape[1] * wide.itemsize
+    pieces = -(-width * row_bytes // _PIECE)
+    count = -(-width // pieces // _VECTOR) * _VECTOR
+    room = narrow.new_empty(count * most_rows)
+    for part, columns in zip(torch.split(total, count), torch.split(narrow, count, 1), strict=True):
+        turned = room[: columns.shape[1] * rows].view(-1, rows).copy_(columns.t())
+        part.add_(_LINEAR(turned, wide.t(), None, "none", [], ""))
+
+
+def _gains(total: torch.Tensor) -> bool:
+    on_cpu = total.dtype is torch.float32 and total.device.type == "cpu"
+    return _LINEAR is not None and on_cpu and total.dim() == 2 and total.nbytes >= _WIDE
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from .deferring import Branch, Link, Operand, Term, deferred
-from .graphs import ancestors, aten, is_random, name_of, placeholder, value_of
+from .graphs import ancestors, aten, is_random, name_of, nbytes, placeholder, value_of
 from .layouts import blank, format_of
 from .products import through_onednn
 from .splitting import Entry, Parts
@@ -223,10 +223,15 @@ class Plan:
     slots: list[Operand]
     given: dict[Operand, int]
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a step's slots."""
+        return sum(nbytes(operand.node) for operand in self.slots)
 
-def plan_deferral(parts: Parts, entry: Entry) -> Plan:
-    """Where the operands of deferred gradients stand."""
-    branches = deferred(parts)
+
+def plan_deferral(parts: Parts, entry: Entry, *, in_pieces: bool = False) -> Plan:
+    """Where the operands of deferred gradients stand; `in_pieces`: see `deferred`."""
+    branches = deferred(parts, in_pieces=in_pieces)
     every = list(dict.fromkeys(t for group in branches.values() for branch in group for t in branch.terms))
     terms = [term for term in every if term.kind != "value"]
     plan = Plan(branches, terms, [term for term in every if term.kind == "value"], {}, [], {})

@@ -136,6 +136,8 @@ class TracedRanges:
             if self._sums is None:  # one for all entries, whose terms are the same
                 self._sums = Sums(way.menu, way.menu.reached(arriving, self.length), self.stages.shared)
             there = Pass(way, self._sums, tape, arriving, self.output_gradients, self.length).run(there)
+            tape.stacks.clear()
+            tape.views.clear()
             if tape.start == 0:
                 self._finish(there)
         return [there.get(place) for place in range(width)]

@@ -9,6 +9,7 @@ import torch
 
 from .deferring import Operand, Term
 from .graphs import value_of
+from .products import add_product, blank_sum
 from .traced import Menu
 
 _ROWS: Final = 256  # of a product are enough, where waiting for them costs no memory
@@ -46,16 +47,19 @@ class Sums:
     def __init__(self, menu: Menu, reached: frozenset[Term], shared: Sequence[torch.Tensor]) -> None:
         self.menu, self.shared, self.reached = menu, shared, reached
         self._finish, groups = menu.finish(reached)
-        self._sums = [_zeros(group[0]) for group in groups]
+        self._sums = [blank_sum(value_of(group[0].node)) for group in groups]
         self._of = {term: [s for s, group in zip(self._sums, groups, strict=True) if term in group] for term in reached}
         self.values = [self._of.get(term, []) for term in menu.plan.values]
         self.terms = [term for term in menu.plan.terms if term in reached]
 
-    def add(self, block: Callable[[Operand], torch.Tensor], live: Sequence[Term]) -> None:
-        """Add the terms of some steps, whose operands `block` gives with time first (or second, for batches)."""
+    def add(self, block: Callable[[Operand], torch.Tensor], live: Sequence[Term], most: int) -> None:
+        """Add the terms of some steps, at `most` so many, whose operands `block` gives with time first.
+
+        For batches, time comes second.
+        """
         for term in live:
             for total in self._of[term]:
-                _ADD[term.kind](term, total, block, self._weight)
+                _ADD[term.kind](term, total, block, self._weight, most)
 
     def _weight(self, node: Any) -> torch.Tensor:
         return self.shared[self.menu.owner.hoisted[node]]
@@ -63,6 +67,8 @@ class Sums:
     def gradients(self) -> dict[int, torch.Tensor]:
         """Gradients by number of the captured tensor, no two of which share memory."""
         sums, self._sums, self._of, self.values = self._sums, [], {}, []
+        for place in range(len(sums)):  # one after the other: a copy takes as much as what it is made of
+            sums[place] = sums[place].contiguous()
         program = self._finish.program
         bound = [self.shared[number] for _, number in program.bound]
         found = self._finish.function(*sums, *bound)
@@ -76,26 +82,23 @@ class Sums:
         return gradients
 
 
-def _zeros(term: Term) -> torch.Tensor:
-    value = value_of(term.node)
-    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-
-
 Block = Callable[[Operand], torch.Tensor]
 Weight = Callable[[Any], torch.Tensor]
 
 
-def _product(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
-    left, right = (block(operand).reshape(-1, operand.shape[1]) for operand in term.operands)
+def _product(term: Term, total: torch.Tensor, block: Block, _: Weight, most: int) -> None:
+    *lefts, right = (block(operand).reshape(-1, operand.shape[1]) for operand in term.operands)
+    rows = term.operands[0].shape[0]
     if total.nbytes > _SMALL:
-        total.addmm_(left.t(), right)
+        add_product(total, lefts, right, most * rows)
         return
-    rows = max(_FEW, term.operands[0].shape[0])
-    for some, others in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
-        total.add_(some.t() @ others)
+    rows = max(_FEW, rows)
+    for part, left in zip(torch.split(total, [left.shape[1] for left in lefts]), lefts, strict=True):
+        for some, others in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
+            part.add_(some.t() @ others)
 
 
-def _products(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
+def _products(term: Term, total: torch.Tensor, block: Block, _: Weight, __: int) -> None:
     left, right = (block(operand).flatten(1, 2) for operand in term.operands)
     if total[0].nbytes > _SMALL:
         total.baddbmm_(left.transpose(1, 2), right)
@@ -105,21 +108,23 @@ def _products(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
         total.add_(some.transpose(1, 2) @ others)
 
 
-def _sum(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
+def _sum(term: Term, total: torch.Tensor, block: Block, _: Weight, __: int) -> None:
     dims, keep = term.settings
-    rows = block(term.operands[0]).reshape(-1, *term.operands[0].shape)
-    added = rows.sum([0, *(dim + 1 for dim in dims)], keep)
-    total.add_(added.squeeze(0) if keep else added)
+    parts = [total] if len(term.operands) == 1 else torch.split(total, [o.shape[-1] for o in term.operands], -1)
+    for part, operand in zip(parts, term.operands, strict=True):
+        rows = block(operand).reshape(-1, *operand.shape)
+        added = rows.sum([0, *(dim + 1 for dim in dims)], keep)
+        part.add_(added.squeeze(0) if keep else added)
 
 
-def _rows(term: Term, total: torch.Tensor, block: Block, _: Weight) -> None:
+def _rows(term: Term, total: torch.Tensor, block: Block, _: Weight, __: int) -> None:
     numbers, rows = (block(operand) for operand in term.operands)
     numbers, rows = numbers.reshape(-1), rows.reshape(-1, rows.shape[-1])
     padding = term.settings[0]
     total.index_add_(0, numbers, rows if padding < 0 else rows.masked_fill((numbers == padding).unsqueeze(1), 0))
 
 
-def _convolution(term: Term, total: torch.Tensor, block: Block, weight: Weight) -> None:
+def _convolution(term: Term, total: torch.Tensor, block: Block, weight: Weight, _: int) -> None:
     gradient, inputs = (block(operand).reshape(-1, *operand.shape[1:]) for operand in term.operands)
     node, *settings = term.settings
     mask = [False, True, False]
@@ -127,7 +132,7 @@ def _convolution(term: Term, total: torch.Tensor, block: Block, weight: Weight) 
     total.add_(found[1])
 
 
-_ADD: Final[Mapping[str, Callable[[Term, torch.Tensor, Block, Weight], None]]] = {
+_ADD: Final[Mapping[str, Callable[[Term, torch.Tensor, Block, Weight, int], None]]] = {
     "product": _product,
     "products": _products,
     "sum": _sum,

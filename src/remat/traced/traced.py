@@ -61,9 +61,9 @@ class Ready:
 class Menu:
     """One way to keep the step's tape: its recording program and backward programs."""
 
-    def __init__(self, owner: Traced, entry: Entry) -> None:
+    def __init__(self, owner: Traced, entry: Entry, *, in_pieces: bool) -> None:
         self.owner, self.entry = owner, entry
-        self.plan: Plan = plan_deferral(owner.parts, entry)
+        self.plan: Plan = plan_deferral(owner.parts, entry, in_pieces=in_pieces)
         self._records: dict[bool, Ready] = {}
         self._programs: dict[Arriving, Program] = {}
         self._backwards: dict[Arriving, Ready] = {}
@@ -157,7 +157,8 @@ class Traced:
         found = entries(self.parts)
         if self._fuses:
             found = found[-1:]  # fused, what is left out costs next to nothing to compute again
-        return [Menu(self, entry) for entry in found]
+        whole, pieces = (plan_deferral(self.parts, found[-1], in_pieces=flag).slot_bytes for flag in (False, True))
+        return [Menu(self, entry, in_pieces=pieces < whole) for entry in found]
 
     def _is_light(self, values: Sequence[Any]) -> bool:
         """Whether values cost so little beside the leaving carry that replays may as well compute them."""

@@ -16,7 +16,7 @@ import remat
 from plain import plain_scan
 from remat.traced.graphs import value_of
 from remat.traced.lowering import lowered
-from remat.traced.products import add_product, blank_sum
+from remat.traced.products import add_product, blank_sum, passing_bytes
 from remat.traced.programs import Arriving, Plan, Program
 from remat.traced.traced import Traced
 from remat.traced.tracing import Problem
@@ -181,7 +181,7 @@ def test_sums_of_products_are_as_true_as_the_plain_way(lefts: tuple[int, ...], r
     total, plain, truth = blank_sum(value), torch.zeros_like(value), torch.zeros_like(value, dtype=torch.float64)
     for rows in (64, 16):
         left, other = torch.randn(rows, sum(lefts)), torch.randn(rows, right)
-        add_product(total, left.split(lefts, 1), other, 64)
+        add_product(total, left.split(lefts, 1), other, 64, passing_bytes([total]))
         plain += left.t() @ other
         truth += left.double().t() @ other.double()
     assert total.shape == truth.shape

@@ -6,8 +6,8 @@ A step has few rows. On an AMD EPYC with AVX-512 and one thread, MKL takes 102 �
 
 Gradients of weights are products over the rows of many steps. The narrower matrix is the one that is turned, and the
 sum lies in memory so that its rows are that one's columns: with 256 rows, MKL adds a product of 1024×256 to a sum in
-1380 µs, oneDNN in 1100 the usual way, in 640 this way, and in 780 where the product is made in four pieces, so that
-only a quarter of it is there at a time.
+1380 µs, oneDNN in 1100 the usual way, in 640 this way, and in 780 where the product is made in four pieces, of which
+one is there at a time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from torch import fx
 from .graphs import aten, name_of, value_of
 
 _LARGE: Final = 1 << 20  # multiplications
-_WIDE: Final = 1 << 17  # bytes of a sum
-_PIECE: Final = 1 << 18  # bytes of a product that are there at a time, before they are added
+_WIDE: Final = 1 << 17  # bytes of a sum that may be turned
+_WORTH: Final = 1 << 18  # bytes of a sum beside which room for products is little
+_PASSING: Final = 1 << 19  # bytes of that room at most: of a product before it is added, and of the turned matrix
+_PIECE: Final = 1 << 22  # multiplications: below, what a call of oneDNN costs by itself (17 µs) eats the gain
 _VECTOR: Final = 16  # numbers in a register of AVX-512
 _LINEAR: Final[Any] = torch.ops.mkldnn._linear_pointwise.default if torch._C._has_mkldnn else None
 
@@ -57,30 +59,41 @@ def blank_sum(value: torch.Tensor) -> torch.Tensor:
     return torch.zeros(value.shape, **settings)
 
 
-def add_product(total: torch.Tensor, lefts: Sequence[torch.Tensor], right: torch.Tensor, most_rows: int) -> None:
+def passing_bytes(sums: Sequence[torch.Tensor]) -> int:
+    """Bytes that a product may take while it is added to one of these sums: less than the largest of them."""
+    largest = max((total.nbytes for total in sums if _gains(total)), default=0)
+    return min(_PASSING, largest * 2 // 3) if largest > _WORTH else 0
+
+
+def add_product(
+    total: torch.Tensor, lefts: Sequence[torch.Tensor], right: torch.Tensor, most_rows: int, room_bytes: int
+) -> None:
     """Add to a sum that `blank_sum` made.
 
     Args:
         total: (a × b).
         lefts: (rows × aᵢ); the aᵢ add up to a.
         right: (rows × b).
-        most_rows: of all calls: bytes are those of so many, or a trial of few rows would foresee too little.
+        most_rows: of all calls: ways and bytes are those for so many, or a trial of few would foresee too little.
+        room_bytes: what may be taken in passing; 0 leaves it to the BLAS.
     """
-    onednn = _gains(total)
     for part, left in zip(torch.split(total, [left.shape[1] for left in lefts]), lefts, strict=True):
-        if not onednn:
+        if not _gains(total) or not room_bytes:
             part.addmm_(left.t(), right)
         elif total.is_contiguous():
-            _add_turned(part, left, right, most_rows)
+            _add_turned(part, left, right, most_rows, room_bytes)
         else:
-            _add_turned(part.t(), right, left, most_rows)
+            _add_turned(part.t(), right, left, most_rows, room_bytes)
 
 
-def _add_turned(total: torch.Tensor, narrow: torch.Tensor, wide: torch.Tensor, most_rows: int) -> None:
+def _add_turned(total: torch.Tensor, narrow: torch.Tensor, wide: torch.Tensor, most_rows: int, room_bytes: int) -> None:
     """Add narrowᵀ·wide, some columns of the narrow one at a time."""
-    (rows, width), row_bytes = narrow.shape, wide.shape[1] * wide.itemsize
-    pieces = -(-width * row_bytes // _PIECE)
+    (rows, width), column_bytes = narrow.shape, (wide.shape[1] + most_rows) * wide.itemsize
+    pieces = -(-width * column_bytes // room_bytes)
     count = -(-width // pieces // _VECTOR) * _VECTOR
+    if min(count, width) * most_rows * wide.shape[1] < _PIECE:
+        total.addmm_(narrow.t(), wide)
+        return
     room = narrow.new_empty(count * most_rows)
     for part, columns in zip(torch.split(total, count), torch.split(narrow, count, 1), strict=True):
         turned = room[: columns.shape[1] * rows].view(-1, rows).copy_(columns.t())

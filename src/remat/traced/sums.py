@@ -9,7 +9,7 @@ import torch
 
 from .deferring import Operand, Term
 from .graphs import value_of
-from .products import add_product, blank_sum
+from .products import add_product, blank_sum, passing_bytes
 from .traced import Menu
 
 _ROWS: Final = 256  # of a product are enough, where waiting for them costs no memory
@@ -48,6 +48,7 @@ class Sums:
         self.menu, self.shared, self.reached = menu, shared, reached
         self._finish, groups = menu.finish(reached)
         self._sums = [blank_sum(value_of(group[0].node)) for group in groups]
+        self._passing_bytes = passing_bytes(self._sums)
         self._of = {term: [s for s, group in zip(self._sums, groups, strict=True) if term in group] for term in reached}
         self.values = [self._of.get(term, []) for term in menu.plan.values]
         self.terms = [term for term in menu.plan.terms if term in reached]
@@ -59,7 +60,7 @@ class Sums:
         """
         for term in live:
             for total in self._of[term]:
-                _ADD[term.kind](term, total, block, self._weight, most)
+                _ADD[term.kind](term, total, block, self._weight, (most, self._passing_bytes))
 
     def _weight(self, node: Any) -> torch.Tensor:
         return self.shared[self.menu.owner.hoisted[node]]
@@ -84,13 +85,14 @@ class Sums:
 
 Block = Callable[[Operand], torch.Tensor]
 Weight = Callable[[Any], torch.Tensor]
+Most = tuple[int, int]  # steps at a time, and bytes in passing
 
 
-def _product(term: Term, total: torch.Tensor, block: Block, _: Weight, most: int) -> None:
+def _product(term: Term, total: torch.Tensor, block: Block, _: Weight, most: Most) -> None:
     *lefts, right = (block(operand).reshape(-1, operand.shape[1]) for operand in term.operands)
     rows = term.operands[0].shape[0]
     if total.nbytes > _SMALL:
-        add_product(total, lefts, right, most * rows)
+        add_product(total, lefts, right, most[0] * rows, most[1])
         return
     rows = max(_FEW, rows)
     for part, left in zip(torch.split(total, [left.shape[1] for left in lefts]), lefts, strict=True):
@@ -98,7 +100,7 @@ def _product(term: Term, total: torch.Tensor, block: Block, _: Weight, most: int
             part.add_(some.t() @ others)
 
 
-def _products(term: Term, total: torch.Tensor, block: Block, _: Weight, __: int) -> None:
+def _products(term: Term, total: torch.Tensor, block: Block, _: Weight, __: Most) -> None:
     left, right = (block(operand).flatten(1, 2) for operand in term.operands)
     if total[0].nbytes > _SMALL:
         total.baddbmm_(left.transpose(1, 2), right)
@@ -108,7 +110,7 @@ def _products(term: Term, total: torch.Tensor, block: Block, _: Weight, __: int)
         total.add_(some.transpose(1, 2) @ others)
 
 
-def _sum(term: Term, total: torch.Tensor, block: Block, _: Weight, __: int) -> None:
+def _sum(term: Term, total: torch.Tensor, block: Block, _: Weight, __: Most) -> None:
     dims, keep = term.settings
     parts = [total] if len(term.operands) == 1 else torch.split(total, [o.shape[-1] for o in term.operands], -1)
     for part, operand in zip(parts, term.operands, strict=True):
@@ -117,14 +119,14 @@ def _sum(term: Term, total: torch.Tensor, block: Block, _: Weight, __: int) -> N
         part.add_(added.squeeze(0) if keep else added)
 
 
-def _rows(term: Term, total: torch.Tensor, block: Block, _: Weight, __: int) -> None:
+def _rows(term: Term, total: torch.Tensor, block: Block, _: Weight, __: Most) -> None:
     numbers, rows = (block(operand) for operand in term.operands)
     numbers, rows = numbers.reshape(-1), rows.reshape(-1, rows.shape[-1])
     padding = term.settings[0]
     total.index_add_(0, numbers, rows if padding < 0 else rows.masked_fill((numbers == padding).unsqueeze(1), 0))
 
 
-def _convolution(term: Term, total: torch.Tensor, block: Block, weight: Weight, _: int) -> None:
+def _convolution(term: Term, total: torch.Tensor, block: Block, weight: Weight, _: Most) -> None:
     gradient, inputs = (block(operand).reshape(-1, *operand.shape[1:]) for operand in term.operands)
     node, *settings = term.settings
     mask = [False, True, False]
@@ -132,7 +134,7 @@ def _convolution(term: Term, total: torch.Tensor, block: Block, weight: Weight, 
     total.add_(found[1])
 
 
-_ADD: Final[Mapping[str, Callable[[Term, torch.Tensor, Block, Weight, int], None]]] = {
+_ADD: Final[Mapping[str, Callable[[Term, torch.Tensor, Block, Weight, Most], None]]] = {
     "product": _product,
     "products": _products,
     "sum": _sum,

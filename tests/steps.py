@@ -776,6 +776,19 @@ def a_carry_asked_whether_it_needs_a_gradient(steps: int) -> Program:
 
 
 @program
+def statistics_of_what_depends_on_who_needs_a_gradient(steps: int) -> Program:
+    """The results do not."""
+    w, norm, xs = leaf(D, H), nn.BatchNorm1d(D), leaf(steps, B, D)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        norm(x.detach() * (2.0 if x.requires_grad else 1.0))
+        h = torch.tanh(x @ w + h)
+        return h, h
+
+    return Program(step, torch.zeros(B, H), xs, wrt={"w": w, "xs": xs}, modules=[norm])
+
+
+@program
 def carries_that_swap_places(steps: int) -> Program:
     w, h, g = leaf(H, H), leaf(B, H), leaf(B, H, grad=False)
     return Program(

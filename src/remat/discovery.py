@@ -51,8 +51,9 @@ class Discovery:
             fixed = [*self.call.fixed, *self.call.captured]
             versions = [tensor._version for tensor in fixed]
             plain = self._without_autograd(0, carry)
+            left = self._left()
             changed = [place for place, version in before.items() if carry[place]._version != version]
-            orbit, after, outputs, unread = self._orbit(plain)
+            orbit, after, outputs, unread = self._orbit(plain, left)
             if self.aliases.foreign & self.aliases.overwritten(changed):
                 raise StepError(
                     "the step changes its carry in place, and returns as its carry an input or a tensor from outside, "
@@ -79,15 +80,17 @@ class Discovery:
             spoils_outputs=self.aliases.spoil_outputs(changed),
         )
 
-    def _orbit(self, plain: Leaves | None) -> tuple[list[tuple[Flags, Flags]], Leaves, Leaves, frozenset[int]]:
+    def _orbit(
+        self, plain: Leaves | None, left: dict[int, Any]
+    ) -> tuple[list[tuple[Flags, Flags]], Leaves, Leaves, frozenset[int]]:
         """What needs gradients after each step until nothing changes any more, the last results, and what is unread.
 
         Once everything needs a gradient that can, nothing changes any more. Each step is compared with itself without
-        autograd, of which `plain` is the first: a step may ask its carry whether it needs a gradient.
+        autograd, of which `plain` returned and `left` the first: a step may ask whether something needs a gradient.
         """
         needs, orbit = self.call.needs, []
         after, outputs, unread = self._record(0, self.call.carry, needs)
-        self._compare(plain, after, outputs)
+        self._compare(plain, [*after, *outputs], left, self._left())
         for index in range(1, _TRANSIENT + 1):
             orbit.append((flags_of(after), flags_of(outputs)))
             if orbit[-1][0] == needs:
@@ -95,13 +98,25 @@ class Discovery:
             needs, before = orbit[-1][0], after
             after, outputs, _ = self._record(index, before, needs)
             if not self.needs_autograd:
+                left = self._left()
                 self.states.restart()
-                self._compare(self._without_autograd(index, copied(detached(before))), after, outputs)
+                plain = self._without_autograd(index, copied(detached(before)))
+                self._compare(plain, [*after, *outputs], left, self._left())
         return orbit, after, outputs, unread
 
-    def _compare(self, plain: Leaves | None, after: Leaves, outputs: Leaves) -> None:
-        same = plain is not None and all(map(_same_bits, plain, [*detached(after), *detached(outputs)]))
-        self.needs_autograd |= not same
+    def _left(self) -> dict[int, Any]:
+        """Buffers, other tensors and random streams that a step has changed, by number of the source."""
+        pairs = enumerate(zip(self.call.sources, self.states.start, strict=True))
+        return {
+            number: now
+            for number, (source, before) in pairs
+            if not source.kept and not source.same(before, now := source.get())  # containers hold other objects
+        }
+
+    def _compare(self, plain: Leaves | None, results: Leaves, left: dict[int, Any], now: dict[int, Any]) -> None:
+        same = plain is not None and all(map(_same_bits, plain, detached(results)))
+        same = same and left.keys() == now.keys()
+        self.needs_autograd |= not (same and all(self.call.sources[k].same(left[k], now[k]) for k in left))
 
     @contextmanager
     def _no_gathering(self) -> Iterator[None]:

@@ -95,7 +95,7 @@ class AutogradRanges:
     ) -> tuple[Leaves, Ties]:
         """See `Recorder`."""
         stages, last, captured = self.stages, action.stop - 1, self.captured
-        carry, ties = self._taken_for(action.start, take())
+        carry, ties = self._taken_for(take())
         if grad_mode:
             carry = self._as_recorded(action.start, carry)
         with torch.set_grad_enabled(grad_mode):
@@ -112,9 +112,17 @@ class AutogradRanges:
                 del outputs  # or it would live through the next stage
         return carry, ties
 
-    def _taken_for(self, start: int, boundary: Boundary) -> tuple[Leaves, Ties]:
-        """A carry for stages that are advanced, its captured tensors themselves unless they could be changed."""
-        return boundary.leaves if self.copies(start) else self.captured.themselves(boundary), boundary.ties
+    def _taken_for(self, boundary: Boundary) -> tuple[Leaves, Ties]:
+        """A carry for stages that are advanced, its captured tensors themselves."""
+        return self.captured.themselves(boundary), boundary.ties
+
+    def _own(self, boundary: int, leaves: Leaves) -> Leaves:
+        """Copies of what a stage may change; captured tensors are not among that."""
+        if not self.copies(boundary):
+            return leaves
+        number_of = self.captured.number_of
+        made = copied([None if id(leaf) in number_of else leaf for leaf in leaves])
+        return [leaf if new is None else new for leaf, new in zip(leaves, made, strict=True)]
 
     def _as_recorded(self, boundary: int, carry: Leaves) -> Leaves:
         """The carry without history, but needing gradients, for stages that ask for them."""
@@ -123,7 +131,7 @@ class AutogradRanges:
             leaves[place].requires_grad_(needs[place] and can_need(leaves[place]))
         leaves = [old if id(old) in number_of else new for old, new in zip(carry, leaves, strict=True)]
         with torch.enable_grad():  # leaves of autograd cannot be changed in place
-            return copied(leaves) if self.copies(boundary) else leaves
+            return self._own(boundary, leaves)
 
     def _followed(self, ties: Ties, index: int, before: Leaves, outputs: Leaves, after: Leaves) -> Ties:
         """What the leaves of the carry after a stage are besides, as `followed` says; mostly nothing, seen at once."""
@@ -211,7 +219,7 @@ class AutogradRanges:
         ]
         carry = [alias_of.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         recorded = RecordedRange(action.start, action.stop, len(leaves), entering)
-        return recorded, copied(carry) if self.copies(action.start) else carry, list(boundary.ties.given), boundary.ties
+        return recorded, self._own(action.start, carry), list(boundary.ties.given), boundary.ties
 
     def _take_outputs(
         self, recorded: RecordedRange, stage: int, outputs: Leaves, entered: dict[int, int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,3 +187,19 @@ def test_sums_of_products_are_as_true_as_the_plain_way(lefts: tuple[int, ...], r
         truth += left.double().t() @ other.double()
     assert total.shape == truth.shape
     assert (total - truth).norm() <= 1.2 * (plain - truth).norm()
+
+
+def test_few_rows_take_the_bytes_of_many() -> None:
+    """A trial of two steps must foresee what many take."""
+    total = blank_sum(torch.empty(1024, 256))
+    room = passing_bytes([total])
+
+    def peak_bytes(rows: int) -> int:
+        left, right = torch.randn(rows, 1024), torch.randn(rows, 256)
+        add = partial(add_product, total, [left], right, 256, room)
+        add()
+        return remat.measure(add).peak_bytes
+
+    many = peak_bytes(256)
+    assert 0.98 * many <= peak_bytes(32) <= 1.02 * many
+    assert many <= 1.5 * room

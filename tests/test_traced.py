@@ -15,10 +15,12 @@ from torch import Tensor, nn
 import remat
 from plain import LOSSES, Observation, Program, leaves_of, observe, plain_scan, same
 from remat import knowledge
+from remat.loops import Loop
 from remat.schedules import Advance, Backward, Load, Record
 from remat.traced import fusing
 from remat.traced.lowering import lowered
 from remat.traced.programs import Arriving
+from remat.traced.stages import TracedStages
 from remat.traced.traced import Traced
 from remat.traced.tracing import Problem
 from remat.trees import Structure
@@ -335,6 +337,40 @@ def test_large_products_run_through_onednn(rows: int, width: int, compiled: str)
         names = [str(node.target) for node in ready.program.graph.nodes]
         assert names.count("mkldnn._linear_pointwise.default") == (rows == 64)
         assert any("addmm" in name or "aten.mm" in name for name in names) is (rows == 8)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_of_inputs_are_taken_ahead_with_the_same_bits_in_every_replay(bias: bool) -> None:
+    """As many steps at once as there is room for; however a range begins and ends, a step meets the same rows."""
+    torch.manual_seed(0)
+    layer, xs, h = nn.Linear(64, 512, bias=bias), torch.randn(11, 16, 64), torch.zeros(16, 512)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(layer(x) - 0.5 * h)
+        return h, h
+
+    def trained(scan: Any, **more: Any) -> list[Tensor]:
+        _, ys = scan(step, h, xs, **more)
+        return [ys.detach(), *torch.autograd.grad(ys.square().sum(), list(layer.parameters()))]
+
+    structures, weights = (Structure(h), [h], Structure(xs[0]), [xs[0]]), list(layer.parameters())
+    traced = Traced(Problem(step, *structures, (True,), weights, weights))
+    (ahead,) = traced.ahead
+    assert ahead.steps == 8
+    for ready in (traced.advance(outputs=True), traced.menu[0].record(outputs=True)):
+        assert not any("linear" in str(node.target) or "mm" in str(node.target) for node in ready.program.graph.nodes)
+    stages = TracedStages(
+        traced, Loop(step, Structure(h), [h], Structure(xs[0]), [xs], 11, None), [weights[n] for n in traced.externals]
+    )
+    rows = [stages.window().at(index)[0] for index in range(11)]
+    for start in range(11):
+        window = stages.window()
+        assert all(torch.equal(window.at(index)[0], rows[index]) for index in range(start, 11))
+    with pytest.raises(remat.InfeasibleBudget) as refusal:
+        remat.plan_scan(step, h, xs, budget=1, compile="python")
+    for budget in (refusal.value.smallest_budget_bytes, "1GiB"):
+        ours = trained(remat.scan, budget=budget, compile="python")
+        torch.testing.assert_close(ours, trained(plain_scan))
 
 
 def test_what_inductor_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

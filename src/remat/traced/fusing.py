@@ -125,7 +125,15 @@ def _through_inductor(graph: fx.Graph, drawn: int, program: Program) -> Function
     return _caller(call, [value.stride() for value in values], [key[0] in _OURS for key in keys], slots)
 
 
-_OURS: Final = ("saved", "leaving", "slot", "next", "drawn", "tangent")  # laid out by ourselves, as programs say
+_OURS: Final = (
+    "saved",
+    "leaving",
+    "slot",
+    "next",
+    "drawn",
+    "tangent",
+    "ahead",
+)  # laid out by ourselves, as programs say
 
 
 def _caller(

@@ -166,8 +166,13 @@ def shared_program(joint: Joint, hoisted: Mapping[fx.Node, int], extra: Sequence
     return program
 
 
-def forward_program(parts: Parts, hoisted: Mapping[fx.Node, int], entry: Entry | None, *, outputs: bool) -> Program:
-    """A step: advanced, or recorded if an entry says what to keep; with its outputs, or without."""
+def forward_program(
+    parts: Parts, hoisted: Mapping[fx.Node, int], entry: Entry | None, ahead: Sequence[fx.Node], *, outputs: bool
+) -> Program:
+    """A step: advanced, or recorded if an entry says what to keep; with its outputs, or without.
+
+    Values that are there `ahead` are its last columns.
+    """
     joint, build = parts.joint, Builder(parts, hoisted)
     program = build.program
     kept = entry.carries if entry else ()
@@ -176,7 +181,7 @@ def forward_program(parts: Parts, hoisted: Mapping[fx.Node, int], entry: Entry |
         results |= {("output", number): node for number, node in enumerate(joint.outputs) if _is_node(node)}
     saved = entry.saved if entry else ()
     draws = [node for node in joint.graph.nodes if is_random(node)]
-    wanted = ancestors([*results.values(), *saved, *draws])
+    wanted = ancestors([*results.values(), *saved, *draws], stop=ahead)
     for place, node in joint.carries.items():
         if place not in kept:
             build.take(program.threaded, ("carry", place), node, stands_for=node)
@@ -186,7 +191,9 @@ def forward_program(parts: Parts, hoisted: Mapping[fx.Node, int], entry: Entry |
         build.take(program.columns, ("input", place), node, stands_for=node)
     slots = {node: build.take(program.columns, ("saved", k), node) for k, node in enumerate(saved)}
     following = {place: build.take(program.columns, ("next", place), joint.carries[place]) for place in kept}
-    build.bind([*(n for n in wanted if n not in parts.invariant), *results.values()])
+    for number, node in enumerate(ahead):
+        build.take(program.columns, ("ahead", number), node, stands_for=node)
+    build.bind([*(n for n in wanted if n not in parts.invariant and n not in ahead), *results.values()])
     build.copy({node for node in wanted if node not in parts.invariant})
     for node, slot in slots.items():
         build.write(slot, build.known[node])

@@ -57,10 +57,10 @@ class TracedRanges:
         step = stages.advancing(first=first)
         run, threaded, bound, ready, emit = step.run, step.threaded, step.bound, step.ready, stages.loop.emit
         with as_traced():
-            carry = self._taken(action.start, take)
+            carry, ahead = self._taken(action.start, take), stages.window().at
             for index in range(action.start, action.stop):
                 columns = step.columns_of(carry, stages.inputs(index, recording=False))
-                found = run(*[carry[k] for k in threaded], *columns, *bound)
+                found = run(*[carry[k] for k in threaded], *columns, *ahead(index), *bound)
                 carry = ready.after(found, carry)
                 if first:
                     emit(index, ready.outputs(found))
@@ -76,9 +76,9 @@ class TracedRanges:
         with as_traced():
             carry = self._taken(action.start, take)
             tape = self._blank_tape(action, way)
-            columns = self._columns(ready, steps, tape, carry)
+            columns, ahead = self._columns(ready, steps, tape, carry), self.stages.window().at
             for index, column in zip(steps, by_step(columns, len(steps)), strict=True):
-                found = run(*[carry[k] for k in threaded], *column, *bound)
+                found = run(*[carry[k] for k in threaded], *column, *ahead(index), *bound)
                 carry = ready.after(found, carry)
                 if first:
                     loop.emit(index, ready.outputs(found))
@@ -113,7 +113,7 @@ class TracedRanges:
             elif kind == "next":  # the last one, if its step's backward has no use for it, only the range after holds
                 kept = views["carry", number]
                 columns.append(views.get(("leaving", number)) or (*kept[1:], torch.empty_like(kept[0])))
-            else:
+            elif kind != "ahead":
                 columns.append(views[kind, number][: len(steps)])
                 if kind == "carry":
                     columns[-1][0].copy_(carry[number])

@@ -10,6 +10,7 @@ import torch
 
 from ..loops import Loop
 from ..trees import Leaves
+from .ahead import Window
 from .graphs import value_of
 from .layouts import format_of
 from .programs import Arriving
@@ -46,22 +47,31 @@ class TracedStages:
         loop.output_structure = traced.joint.output_structure
         with as_traced():
             self.shared = traced.shared(externals)
+        of = {node: self.shared[number] for node, number in traced.hoisted.items()}
+        self._ahead = [
+            (ahead.leaf, ahead.steps, of[ahead.weight], None if ahead.bias is None else of[ahead.bias])
+            for ahead in traced.ahead
+        ]
         self._advance = {first: Step(traced.advance(outputs=first), self.shared) for first in (True, False)}
 
     def inputs(self, index: int, *, recording: bool) -> Leaves:  # noqa: ARG002  # tapes keep no history of inputs
         """The leaves of x at a step."""
         return self.loop.inputs(index, recording=False)
 
+    def window(self) -> Window:
+        """What the steps of a range take of products ahead."""
+        return Window(self._ahead, self.loop)
+
     def advancing(self, *, first: bool) -> Step:
         """The program of a step without a tape."""
         return self._advance[first]
 
-    def run(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:  # noqa: ARG002
+    def run(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:
         """One step."""
         step = self._advance[first]
         columns = step.columns_of(carry, inputs)
         with torch._C._DisableAutocast():  # see `as_traced`
-            found = step.run(*[carry[k] for k in step.threaded], *columns, *step.bound)
+            found = step.run(*[carry[k] for k in step.threaded], *columns, *self.window().at(index), *step.bound)
         return step.ready.after(found, carry), step.ready.outputs(found) if first else []
 
     def columns(self, leaf: int, steps: range) -> list[torch.Tensor]:
@@ -87,10 +97,17 @@ class Step:
         self.bound = [shared[number] for _, number in ready.program.bound]
         holders = [node for node in ready.program.graph.nodes if node.op == "placeholder"]
         values = map(value_of, holders[len(self.threaded) :])
-        self._columns = [(*key, _maker(value)) for key, value in zip(ready.program.columns, values, strict=False)]
+        self._columns = [
+            (*key, _maker(value))
+            for key, value in zip(ready.program.columns, values, strict=False)
+            if key[0] != "ahead"
+        ]
 
     def columns_of(self, carry: Leaves, inputs: Leaves) -> list[torch.Tensor]:
-        """What a step has of its own where no tape is kept: a recording program writes into passing memory."""
+        """What a step has of its own where no tape is kept: a recording program writes into passing memory.
+
+        Without what is there ahead, which comes last.
+        """
         return [
             inputs[number] if kind == "input" else carry[number] if kind == "carry" else make()
             for kind, number, make in self._columns

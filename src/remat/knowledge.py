@@ -6,31 +6,33 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from itertools import compress
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import torch
 
 from .ambient import States, recomputing
 from .apart import by_itself
+from .arrivals import Arrivals, Sparing, sparing
 from .budgets import agreed_budget_bytes
 from .calls import Call, Nature
 from .chains import Chain
 from .collectives import agreed_chain, greatest
 from .compiling import remarks_on, traced_step
-from .discovery import Discovery, firsts, marked
+from .discovery import Discovery, marked
+from .ends import ADAPTIVE, Ends, planned
 from .errors import InfeasibleBudget, StepError
-from .gauges import Gauge, OnDevice
+from .gauges import OnDevice
 from .kept import left_alone
-from .loops import Loop, Outputs
-from .needs import Needed, could_need
-from .planners.room import smallest
+from .needs import Needed
 from .plans import Plan, plan
-from .profiler import ROUNDS, STEPS, Costs, Trial, profile
+from .profiler import Costs
 from .recorded import copied, detached, needs_gradient
 from .schedules import Advance
 from .traced.traced import Traced
 from .trees import Leaves
+from .trials import measure_last, measure_step
 
 Value = TypeVar("Value")
 _KEPT: Final = 256  # steps and plans are remembered
@@ -55,7 +57,9 @@ class _Memory(OrderedDict[Hashable, Any]):
             self.popitem(last=False)
 
 
-_natures, _surveys, _learnt, _costs, _plans, _traced, _agreed, _looked = (_Memory() for _ in range(8))
+_natures, _surveys, _learnt, _costs, _plans, _traced, _agreed, _looked, _arrived, _lasts = (
+    _Memory() for _ in range(10)
+)
 _groups: dict[Hashable, tuple[str, ...]] = {}  # in which a step communicates, by its code
 
 
@@ -88,6 +92,11 @@ def learn(call: Call, more: Needed) -> None:
     _learnt[key] = _learnt[key].union(more) if key in _learnt else more
 
 
+def learn_arrivals(key: Hashable, found: Arrivals) -> None:
+    """Remember which gradients a backward brought for the results of a call with this key."""
+    _arrived[key] = _arrived[key].union(found) if key in _arrived else found
+
+
 def _survey_of(call: Call) -> Needed:
     job = partial(_surveyed, call, _natures[call.key()])
     return _surveys.recall((call.key(), call.length), lambda: by_itself(job, call.surroundings))
@@ -101,11 +110,38 @@ def look_once(call: Call) -> Callable[[], None] | None:
     return partial(_looked.put, key, length) if _looked.get(key, 0) < length else None
 
 
-def plan_of(call: Call, budget: int | str | None, planner: str) -> tuple[Nature, Plan]:
+class Planned(NamedTuple):
+    """A call's plan.
+
+    Attributes:
+        nature: what the step does.
+        plan: the plan.
+        sparing: how it does without room for some gradients; None: it has room for all.
+        ends: what both ends of the loop take if any gradient arrives, where that matters.
+        key: what the call's arriving gradients are remembered by.
+    """
+
+    nature: Nature
+    plan: Plan
+    sparing: Sparing | None = None
+    ends: Ends | None = None
+    key: Hashable = None
+
+    def with_room(self, adjoint: Leaves, stacked: Leaves) -> Plan | None:
+        """The plan to run the loop once more by, if these gradients do not fit into this one; None: they do."""
+        if self.sparing is None or self.ends is None:
+            return None
+        limit = self.plan.budget_bytes
+        if self.sparing.finds_room(adjoint, stacked, limit - self.plan.peak_bytes):
+            return None
+        return planned(self.sparing.again, self.ends, limit, "auto", plan)
+
+
+def plan_of(call: Call, budget: int | str | None, planner: str) -> Planned:
     """The call's plan, made or remembered.
 
-    It depends on shapes and budget only, not on measured seconds, so processes that run the same step at the same
-    budget plan the same without a word between them.
+    It depends on shapes, the budget and which gradients have arrived so far, so processes that run the same step at the
+    same budget plan the same without a word between them.
 
     Raises:
         InfeasibleBudget: the budget is too small.
@@ -142,17 +178,36 @@ def _agreed_limit(call: Call, groups: tuple[str, ...], limit: int, planner: str)
     return limit
 
 
-def _planned(call: Call, nature: Nature, limit: int, planner: str) -> tuple[Nature, Plan]:
+def _planned(call: Call, nature: Nature, limit: int, planner: str) -> Planned:
     key, remarks = _trace(call, nature)
     if groups := _groups.get(call.codes, ()):
         agreed = call.key(), call.length, limit, planner
-        make = lambda: plan(agreed_chain(groups, _chain(call, nature, limit, key)), limit, planner)  # noqa: E731
-        return nature, _agreed.recall(agreed, make)
+        chain = _chain(call, nature, limit, key)
+        more = _ends(call, nature, None, key).most_bytes  # added up, as sizes may differ
+        chain = msgspec.structs.replace(chain, output_bytes=chain.output_bytes + more)
+        return Planned(nature, _agreed.recall(agreed, lambda: plan(agreed_chain(groups, chain), limit, planner)))
     chain = _chain(call, nature, limit, key)
+    spared = _sparing(call, nature, limit, key) if planner in ADAPTIVE else None
+    if spared is not None:
+        chain = spared.chain
     if call.traced is not None:
         remarks = remarks_on(call.traced)
-    like = *key, remarks, call.length, chain.input_gradient_bytes, call.inputs.owned_bytes, limit, planner
-    return nature, _plans.recall(like, lambda: replace(plan(chain, limit, planner), remarks=remarks))
+    ends = _ends(call, nature, spared and spared.arriving, key)
+    fixed = chain.output_bytes, chain.output_gradient_bytes, chain.input_gradient_bytes, ends
+    like = *key, remarks, call.length, *fixed, limit, planner
+    make = lambda: replace(planned(chain, ends, limit, planner, plan), remarks=remarks)  # noqa: E731
+    every = _ends(call, nature, None, key) if spared else None
+    return Planned(nature, _plans.recall(like, make), spared, every, call.key())
+
+
+def _sparing(call: Call, nature: Nature, limit: int, key: Hashable) -> Sparing | None:
+    """How to plan without room for gradients that have not arrived in backwards so far."""
+    arriving = _arrived.get(call.key())
+    if arriving is None:
+        return None
+    costs = _owning(_costs[key], call.inputs.owned_bytes)
+    most = _ends(call, nature, None, key).most_bytes
+    return sparing(costs, nature, call.length, _input_gradient_bytes(call), arriving, limit, most)
 
 
 def chain_of(call: Call, limit: int) -> Chain:
@@ -166,12 +221,18 @@ def chain_of(call: Call, limit: int) -> Chain:
 
 
 def _chain(call: Call, nature: Nature, limit: int, key: Hashable) -> Chain:
-    gradients = sum(leaf.nbytes for leaf in call.inputs.tensors() if leaf.requires_grad)
+    gradients = _input_gradient_bytes(call)
     costs = _costs.recall(key, lambda: _menu_costs(call, nature, limit, gradients))
-    chain = costs.chain(call.length, gradients)
-    if call.inputs.owned_bytes:
-        chain = msgspec.structs.replace(chain, output_bytes=chain.output_bytes + call.inputs.owned_bytes)
-    return chain
+    return _owning(costs, call.inputs.owned_bytes).chain(call.length, gradients)
+
+
+def _owning(costs: Costs, owned_bytes: int) -> Costs:
+    """Costs of a loop that holds inputs of its own as well."""
+    return replace(costs, state_bytes=costs.state_bytes + owned_bytes)
+
+
+def _input_gradient_bytes(call: Call) -> int:
+    return sum(leaf.nbytes for leaf in call.inputs.tensors() if leaf.requires_grad)
 
 
 def _trace(call: Call, nature: Nature) -> tuple[tuple[Hashable, ...], tuple[tuple[str, str], ...]]:
@@ -194,84 +255,50 @@ def _trace(call: Call, nature: Nature) -> tuple[tuple[Hashable, ...], tuple[tupl
 
 def _menu_costs(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) -> Costs:
     """The costs of one step, with every entry of its menu if it has one."""
+    groups = _groups.get(call.codes, ())
     if call.traced is None:
-        return measure_step(call, nature, limit, input_gradient_bytes, OnDevice(call.device))
+        return measure_step(call, nature, limit, input_gradient_bytes, OnDevice(call.device), groups=groups)
     found = []
     for entry in range(len(call.traced.menu)):
         call.entry = entry
-        found.append(measure_step(call, nature, limit, input_gradient_bytes, OnDevice(call.device)))
+        found.append(measure_step(call, nature, limit, input_gradient_bytes, OnDevice(call.device), groups=groups))
     call.entry = 0
     names = [menu.entry.name for menu in call.traced.menu]
-    # A final carry laid out otherwise is copied for the caller, and then its gradient for the graph.
-    returned = call.traced.returned_bytes
     tapes = [
-        msgspec.structs.replace(tape, name=name, workspace_bytes=max(tape.workspace_bytes, returned))
+        msgspec.structs.replace(tape, name=name)
         for name, tape in zip(names, (costs.stage.menu[0] for costs in found), strict=True)
     ]
     stage = msgspec.structs.replace(found[0].stage, menu=tuple(tapes))
-    return replace(
-        found[0],
-        stage=stage,
-        state_bytes=found[0].state_bytes + call.traced.shared_bytes,
-        final_gradient_bytes=found[0].final_gradient_bytes + returned,
-    )
+    return replace(found[0], stage=stage, state_bytes=found[0].state_bytes + call.traced.shared_bytes)
 
 
-def measure_step(
-    call: Call, nature: Nature, limit: int, input_gradient_bytes: int, gauge: Gauge, *, rounds: int = ROUNDS
-) -> Costs:
-    """The costs of one step, measured in small runs on copies of the carry."""
-    loop = call.loop(Outputs(STEPS), call.carry, call.inputs.leaves)
-    states = States(call.sources, nature.needed.changes)
-    carry = marked(_representative(call, nature, loop), nature.needed.carry)
-    most = nature.needed.carry if nature.settled else tuple(map(could_need, carry))
-    nature = replace(nature, settled=True, orbit=((most, nature.needed.outputs),))  # the most there can be
-
-    def start() -> Trial:
-        if loop.outputs is not None:
-            loop.outputs.flush()  # what waits from the trial before must not be released in the next
-        states.restart()
-        return Trial(call.interpreter(loop, nature, iter(()), carry, states, STEPS), arriving)
-
-    def arriving() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        assert loop.outputs is not None
-        outputs = zip(loop.outputs.buffers, nature.needed.outputs, strict=True)
-        adjoint = [torch.zeros_like(leaf) if needs_gradient(leaf) else None for leaf in firsts(carry)]
-        return adjoint, [torch.zeros_like(buffer) if need else None for buffer, need in outputs]
-
-    def room_bytes(costs: Costs) -> int:
-        room = limit - smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
-        groups = _groups.get(call.codes, ())
-        return -greatest(groups, [-room])[0] if groups else room
-
-    def measured() -> Costs:
-        watching = States(call.sources, call.streams | nature.needed.changes)
-        with torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
-            try:
-                return profile(start, nature.sizes, gauge, room_bytes, rounds=rounds)
-            except RuntimeError as error:
-                if "modified by an inplace operation" not in str(error):
-                    raise
-                raise StepError(
-                    "a step changes its carry in place where the step before needs it for its backward; change a "
-                    "clone of it"
-                ) from error
-
-    return by_itself(measured, call.surroundings)
+def _ends(call: Call, nature: Nature, arriving: Arrivals | None, key: Hashable) -> Ends:
+    """What the first and the last step take beyond the others, if such gradients arrive; None: all that can."""
+    traced, tapes, width = call.traced, _costs[key].stage.menu, len(nature.needed.carry)
+    flags = nature.needed.carry if arriving is None else arriving.carry
+    held = min(sum(compress(nature.carry_bytes, flags)), _costs[key].stage.carry_bytes)
+    passing = _costs[key].first_pass_bytes
+    if traced is None:
+        return Ends(first_pass_bytes=passing, held_bytes=(held,) * len(tapes))
+    held += traced.copied_bytes(compress(range(width), flags))
+    holds = [held] * len(tapes)
+    if arriving is not None:  # another program runs at the end, which takes what it takes
+        lasts = _lasts.recall((key, arriving), lambda: _last_backwards(call, nature, arriving))
+        free = _costs[key].parameter_gradient_bytes
+        holds = [max(held, last - free - t.backward_workspace_bytes) for last, t in zip(lasts, tapes, strict=True)]
+    kept = tuple(traced.copied_bytes(menu.entry.leaving) for menu in traced.menu)
+    return Ends(traced.entering_bytes(call.carry), kept, traced.copied_bytes(range(width)), passing, tuple(holds))
 
 
-def _representative(call: Call, nature: Nature, loop: Loop) -> Leaves:
-    """A carry like those between steps: the first may share tensors, and what is in places may be anything."""
-    carry = copied(detached(call.carry))
-    tensors = sum(isinstance(leaf, torch.Tensor) for leaf in carry)
-    if not call.places and tensors == len(call.carry_places):
-        return carry
-    watching = States(call.sources, call.streams | nature.needed.changes)
-    with recomputing(), torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
-        entering = copied(marked(carry, call.needs))
-        after = copied(detached(loop.run(0, entering, loop.inputs(0, recording=False), first=True)[0]))
-    # Counters and such begin anew, or steps would be run that never come.
-    return [new if could_need(new) else old for old, new in zip(carry, after, strict=True)]
+def _last_backwards(call: Call, nature: Nature, arriving: Arrivals) -> list[int]:
+    """Most bytes that the backward of the last step takes, by entry of the step's menu, where such gradients arrive."""
+    assert call.traced is not None
+    gauge, found = OnDevice(call.device), []
+    for entry in range(len(call.traced.menu)):
+        call.entry = entry
+        found.append(measure_last(call, nature, arriving, gauge))
+    call.entry = 0
+    return found
 
 
 def _surveyed(call: Call, nature: Nature) -> Needed:

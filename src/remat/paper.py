@@ -29,12 +29,12 @@ from .chains import Chain
 from .errors import StepError
 from .estimate import Ledger, OnPaper, Rates
 from .inputs import Inputs
-from .knowledge import measure_step
 from .needs import Flags, Needed, flags_of, united
 from .recorded import can_need, copied, detached, needs_gradient
 from .selective import storages_of
 from .silence import silence
 from .trees import Leaves, Structure, leaves_of
+from .trials import measure_step
 
 _STREAM_BYTES: Final = 5056  # of PyTorch's on the CPU
 _NO_VALUES: Final = (

@@ -58,6 +58,7 @@ _IN_PAIRS: Final[tuple[Action, ...]] = (
     Record(0, 1),
     Backward(0, 1),
 )
+_LAST: Final[tuple[Action, ...]] = (Advance(0, 3), Record(3, 4), Backward(3, 4))
 ROUNDS: Final = 3
 _SCALARS: Final = 16  # bytes: a recorder's own two, made before anything is measured
 _WORTH: Final = 15 / 16  # of a whole tape, carry included: a selective one keeps less, or is left out
@@ -190,6 +191,15 @@ def profile(
     return replace(costs, stage=msgspec.structs.replace(costs.stage, menu=menu))
 
 
+def last_backward_bytes(start: Callable[[], Trial], gauge: Gauge) -> int:
+    """Most bytes that the backward of the last step takes, with the gradients of parameters that it makes."""
+    with recomputing(), no_collections():
+        _run(start(), _LAST, WHOLE)  # what is made once is made now, what arrives from outside too
+        trial = start()
+        phases, _ = gauge.bytes_of(lambda mark: _run(trial, _LAST, WHOLE, mark))
+    return phases[len(_LAST)].peak_bytes
+
+
 def _selective(whole: Costs, start: Callable[[], Trial], gauge: Gauge) -> list[_Entry]:
     """The second entry, if the stage can be recorded so, and then keeps less."""
     try:
@@ -303,13 +313,18 @@ def _tape(singly: list[Reading], pairs: list[Reading] | None, aside: _Aside) -> 
         between = min(max(_phase(pairs, Record(1, 3)).net_bytes - 2 * tape_bytes - entering - aside.stored, 0), carry)
     leaving = between if between > entering else 0
     backward = _phase(pairs, Backward(1, 3)) if pairs is not None else _phase(singly, Backward(1, 2))
+    # The leaving carry goes before it begins. What the tape keeps of the entering one may go before the peak, but stays
+    # where a slot or a range holds it too, as the caller holds carry 0.
+    consuming = backward.peak_bytes + carry - leaving
+    held = _phase(singly, Backward(0, 1)).peak_bytes + carry - leaving
+    consuming = max(consuming, min(held, consuming + entering))
     return Tape(
         tape_bytes=tape_bytes,
         entering_bytes=entering,
         leaving_bytes=leaving,
         workspace_bytes=max(last.peak_bytes - tape_bytes - carry, 0) + _SCALARS,
-        # The leaving carry goes before it begins. What a first pass holds in passing has room there too.
-        backward_workspace_bytes=max(backward.peak_bytes + carry - leaving, aside.passing) + _SCALARS,
+        # What a first pass holds in passing has room there too.
+        backward_workspace_bytes=max(consuming, aside.passing) + _SCALARS,
     )
 
 

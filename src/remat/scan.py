@@ -15,12 +15,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .accumulators import keep_accumulators
 from .ambient import States, is_transformed, opaque, recomputing
+from .arrivals import Arrivals
 from .calls import Call, MissedTensors, Nature
 from .errors import KeptTensors, LateChange, LateGradient, StepError
 from .inputs import Inputs, checked_lengths, fetched, masked, packed_lengths, packed_like
 from .interpreter import Interpreter
 from .kept import left_alone, left_if_stopped
-from .knowledge import learn, look_once, nature_of, plan_of
+from .knowledge import Planned, learn, learn_arrivals, look_once, nature_of, plan_of
 from .loops import Loop, Outputs, Step
 from .plans import Plan
 from .recorded import needs_gradient, places_of
@@ -94,7 +95,8 @@ def plan_scan(
 ) -> Plan:
     """The plan that `scan` with the same arguments runs: schedule, predicted peak bytes and seconds.
 
-    Measures the step if none like it was measured before; leaves no trace.
+    Measures the step if none like it was measured before; leaves no trace. Once a backward has shown which gradients
+    arrive for what such a loop returns, its plan keeps room for no others, and stays within the budget if they do.
 
     Raises:
         As `scan`.
@@ -103,7 +105,7 @@ def plan_scan(
     with torch.enable_grad():
         while True:
             try:
-                return plan_of(call, budget, planner)[1]
+                return plan_of(call, budget, planner).plan
             except MissedTensors as missed:
                 call.captured += missed.tensors
             except KeptTensors as kept:
@@ -165,13 +167,13 @@ def _once(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]
     if not torch.is_grad_enabled():
         return _plain(call)
     accumulators = keep_accumulators(call.tensors())
-    nature, made = plan_of(call, budget, planner)
-    call.leave_unread(nature.unread)
+    planned = plan_of(call, budget, planner)
+    call.leave_unread(planned.nature.unread)
     if not any(map(needs_gradient, call.tensors())):
         return _plain(call)
     call.looked = look_once(call)
     packing = _Packing()
-    flat = _Scan.apply(call, nature, made, packing, *call.tensors())
+    flat = _Scan.apply(call, planned, packing, *call.tensors())
     del accumulators  # the node keeps them now
     call.release()
     return packing.unpack(flat)
@@ -226,6 +228,17 @@ class _Packing:
         self._outputs = [_Index(index_of[n]) if n in index_of else leaf for n, leaf in enumerate(outputs)]
         return (*(carry[place].detach() for place in self.places), *(outputs[number] for number in self.numbers))
 
+    def sorted(self, gradients: Sequence[torch.Tensor | None], width: int, outputs: int) -> tuple[Leaves, Leaves]:
+        """Gradients of the flat tuple by leaf of the carry, and by output."""
+        arrived = iter(gradients)
+        adjoint: Leaves = [None] * width
+        stacked: Leaves = [None] * outputs
+        for place in self.places:
+            adjoint[place] = next(arrived)
+        for number in self.numbers:
+            stacked[number] = next(arrived)
+        return adjoint, stacked
+
     def unpack(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """What the plain loop would have returned."""
         carry, outputs = (
@@ -249,11 +262,12 @@ class _Scan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, nature: Nature, made: Plan, packing: _Packing, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: Call, planned: Planned, packing: _Packing, *tensors: torch.Tensor) -> Any:
+        nature = planned.nature
         states = States(call.sources, call.streams | nature.needed.changes, nature.needed.changes)
         outputs = Outputs(call.length)
         try:
-            run, loop, carry = _forward(call, nature, made, states, outputs, tensors)
+            run, loop, carry = _forward(call, nature, planned.plan, states, outputs, tensors)
             call.check_needs(loop, nature)
             run.settle()
         except _RESTARTS:
@@ -267,7 +281,7 @@ class _Scan(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.run, ctx.loop = run, loop
-        ctx.call, ctx.nature, ctx.made, ctx.states, ctx.packing = call, nature, made, states, packing
+        ctx.call, ctx.planned, ctx.states, ctx.packing = call, planned, states, packing
         return packed
 
     @staticmethod
@@ -277,21 +291,19 @@ class _Scan(torch.autograd.Function):
                 "gradients of remat.scan cannot be differentiated again (create_graph=True); run the plain loop where "
                 "second derivatives are needed"
             )
-        call, states = ctx.call, ctx.states
+        call, states, planned = ctx.call, ctx.states, ctx.planned
         tensors = ctx.saved_tensors  # raises if they were changed in place, or are gone with the graph
         run, loop, ctx.run, ctx.loop = ctx.run, ctx.loop, None, None
+        adjoint, stacked = ctx.packing.sorted(gradients, len(call.carry), len(planned.nature.needed.outputs))
+        learn_arrivals(planned.key, Arrivals.of(adjoint, stacked))
         with states.undisturbed(), left_alone(call.places), silence():
+            again = planned.with_room(adjoint, stacked)
+            if again is not None:
+                run = loop = None  # with all that they keep
             if run is None:
                 with call.surroundings.entered(), recomputing():
                     states.restore(states.start)
-                    run, loop, _ = _forward(call, ctx.nature, ctx.made, states, None, tensors)
-            adjoint: list[torch.Tensor | None] = [None] * len(call.carry)
-            arrived = iter(gradients)
-            for place in ctx.packing.places:
-                adjoint[place] = next(arrived)
-            stacked: list[torch.Tensor | None] = [None] * len(ctx.nature.needed.outputs)
-            for number in ctx.packing.numbers:
-                stacked[number] = next(arrived)
+                    run, loop, _ = _forward(call, planned.nature, again or planned.plan, states, None, tensors)
             if call.looked is not None:
                 call.look_at_all(run)
             found = run.backward(adjoint, stacked)
@@ -301,7 +313,7 @@ class _Scan(torch.autograd.Function):
             ctx.call = ctx.states = None  # a step may lead to what leads here
         inputs = iter(loop.input_gradients())
         given = [next(inputs) if need else None for need in call.input_needs]
-        return *(None,) * 4, *(found.carry[place] for place in call.carry_places), *call.merged(given, found.captured)
+        return *(None,) * 3, *(found.carry[place] for place in call.carry_places), *call.merged(given, found.captured)
 
 
 def _forward(

@@ -99,7 +99,9 @@ class Pass:
         self.first = self.last = tape.stop  # steps whose operands wait
 
     def run(self, there: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """All steps, newest first; gradients of the leaving carry in, those of the entering carry out."""
+        """All steps, newest first: takes gradients of the leaving carry, returns those of the entering one."""
+        given, there = there, dict(there)
+        given.clear()  # they go with the newest step's backward
         take, index = self.stages.loop.take_input_gradients, self.tape.stop
         while index > self.tape.start:
             step = self.way.backward(Arriving(frozenset(there), self.arriving.outputs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -14,7 +14,7 @@ from ..trees import Leaves
 from .ahead import products_ahead
 from .deferring import Term
 from .graphs import ancestors, base_of_memory, name_of, nbytes, value_of
-from .layouts import laid_out
+from .layouts import format_of, laid_out
 from .lowering import lowered
 from .programs import (
     Arriving,
@@ -185,10 +185,15 @@ class Traced:
             for place, leaf in enumerate(carry)
         ]
 
-    @property
-    def returned_bytes(self) -> int:
-        """Bytes of the copies of a final carry that is not laid out as callers want it."""
-        return sum(nbytes(node) for node in self.joint.carries.values() if not value_of(node).is_contiguous())
+    def entering_bytes(self, carry: Leaves) -> int:
+        """Bytes of the copies that `laid_out` makes."""
+        pairs = [(carry[place], format_of(value_of(node))) for place, node in self.joint.carries.items()]
+        return sum(leaf.nbytes for leaf, layout in pairs if not leaf.is_contiguous(memory_format=layout))
+
+    def copied_bytes(self, places: Iterable[int]) -> int:
+        """Bytes of those leaves of a carry that are not laid out as callers want them."""
+        nodes = [self.joint.carries[place] for place in places if place in self.joint.carries]
+        return sum(nbytes(node) for node in nodes if not value_of(node).is_contiguous())
 
     def shared(self, externals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What is the same in every step, of the tensors that it uses."""

@@ -1,0 +1,108 @@
+"""What the two ends of a loop take beyond the other steps, and plans that have room for it.
+
+A chain of one repeated stage says what a step in the middle takes. The first step of a traced loop may copy the
+caller's carry into the layout of its graph; the last one may copy the final carry for the caller, and its backward
+finds gradients that the engine holds until all is over, where those between steps go as soon as they are used. Mostly
+none of this shows, as a loop is at its fullest elsewhere. So a plan is judged with it, and made for less only if it
+shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+
+from .chains import Chain, Stage
+from .errors import InfeasibleBudget
+from .planners.room import smallest
+from .plans import Plan
+from .simulator import simulate
+
+ADAPTIVE: Final = ("auto", "tight")  # planners that find a plan wherever there is one
+_ATTEMPTS: Final = 5  # to leave room for what the ends take; the last leaves it all
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Bytes at both ends of a loop, beyond those of a step in the middle.
+
+    Attributes:
+        entering_bytes: of copies of carry 0, while the first step runs.
+        kept_bytes: by entry of the menu, of what the last step's tape keeps apart from the final carry.
+        returned_bytes: of copies of the final carry, made as the last step ends.
+        first_pass_bytes: of states that are held until the last step has run.
+        held_bytes: by entry of the menu, what the last step's backward takes more than others: the gradients that came
+            for the final carry stay, some may be copied, and where fewer arrive another program runs.
+    """
+
+    entering_bytes: int = 0
+    kept_bytes: tuple[int, ...] = ()
+    returned_bytes: int = 0
+    first_pass_bytes: int = 0
+    held_bytes: tuple[int, ...] = ()
+
+    @property
+    def most_bytes(self) -> int:
+        """So many at most lie above what the chain of equal stages says."""
+        kept, held = max(self.kept_bytes, default=0), max(self.held_bytes, default=0)
+        return self.entering_bytes + kept + self.returned_bytes + self.first_pass_bytes + held
+
+    def on(self, chain: Chain) -> Chain:
+        """The chain of one repeated stage with both its ends."""
+        stage, count = chain.runs[0]
+        if count == 1:
+            return msgspec.structs.replace(chain, runs=((self._last(self._first(stage)), 1),))
+        runs = ((self._first(stage), 1), (stage, count - 2), (self._last(stage), 1))
+        return msgspec.structs.replace(chain, runs=tuple(run for run in runs if run[1]))
+
+    def _first(self, stage: Stage) -> Stage:
+        more = self.entering_bytes
+        menu = tuple(msgspec.structs.replace(t, workspace_bytes=t.workspace_bytes + more) for t in stage.menu)
+        return msgspec.structs.replace(stage, menu=menu, workspace_bytes=stage.workspace_bytes + more)
+
+    def _last(self, stage: Stage) -> Stage:
+        none = (0,) * len(stage.menu)
+        menu = tuple(
+            msgspec.structs.replace(
+                tape,
+                tape_bytes=tape.tape_bytes + more,
+                workspace_bytes=max(tape.workspace_bytes, self.returned_bytes) + self.first_pass_bytes,
+                backward_workspace_bytes=tape.backward_workspace_bytes + held,
+            )
+            for tape, more, held in zip(stage.menu, self.kept_bytes or none, self.held_bytes or none, strict=True)
+        )
+        return msgspec.structs.replace(stage, menu=menu)
+
+
+Planner = Callable[[Chain, int, str], Plan]
+
+
+def planned(chain: Chain, ends: Ends, limit: int, planner: str, plan: Planner) -> Plan:
+    """A plan that stays within so many bytes at the ends too; its peak is that of the whole loop.
+
+    Raises:
+        InfeasibleBudget: there is none.
+    """
+    real, over = ends.on(chain), 0
+    least = smallest(real)
+    for attempt in range(_ATTEMPTS):
+        try:
+            made = plan(chain, limit - over, planner)
+        except InfeasibleBudget as error:
+            if planner not in ADAPTIVE:
+                raise InfeasibleBudget(
+                    limit, error.smallest_budget_bytes + ends.most_bytes, error.parts_bytes
+                ) from None
+            if least.peak_bytes > limit:
+                raise least.refusal(limit) from None
+            made = plan(chain, limit, "constant")  # its peak is `least`
+        found = made.simulation if real == chain else simulate(real, made.schedule)
+        if found.peak_bytes <= limit:
+            break
+        # By what is missing, which may move the peak; but it never lies above the chain's by more than `most_bytes`.
+        over = min(over + found.peak_bytes - limit, ends.most_bytes) if attempt < _ATTEMPTS - 2 else ends.most_bytes
+    worse = found.peak_bytes > made.peak_bytes
+    return replace(made, budget_bytes=limit, simulation=found if worse else made.simulation)

@@ -1,0 +1,127 @@
+"""Small runs of a call's step, in which it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from .ambient import States, recomputing
+from .apart import by_itself
+from .arrivals import Arrivals
+from .calls import Call, Nature
+from .collectives import greatest
+from .discovery import firsts, marked
+from .errors import StepError
+from .gauges import Gauge
+from .kept import left_alone
+from .loops import Loop, Outputs
+from .needs import could_need
+from .planners.room import smallest
+from .profiler import ROUNDS, STEPS, Costs, Trial, last_backward_bytes, profile
+from .recorded import copied, detached, needs_gradient
+from .trees import Leaves
+
+Value = TypeVar("Value")
+Gradients = tuple[list[torch.Tensor | None], list[torch.Tensor | None]]
+
+
+class Trials:
+    """Makes fresh trials of a call's step, on copies of a carry.
+
+    Args:
+        call, nature: the step.
+        arrivals: which gradients arrive from outside; None: all that can. They are then held until all trials are over,
+            as the engine holds those that arrive for a loop.
+    """
+
+    def __init__(self, call: Call, nature: Nature, arrivals: Arrivals | None = None) -> None:
+        self.call, self.arrivals = call, arrivals
+        self.outputs = Outputs(STEPS)
+        self.loop = call.loop(self.outputs, call.carry, call.inputs.leaves)
+        self.states = States(call.sources, nature.needed.changes)
+        carry = _representative(call, nature, self.loop)
+        self.carry = marked(carry if call.traced is None else call.traced.laid_out(carry), nature.needed.carry)
+        most = nature.needed.carry if nature.settled else tuple(map(could_need, self.carry))
+        self.nature = replace(nature, settled=True, orbit=((most, nature.needed.outputs),))  # the most there can be
+        self._held: Gradients | None = None
+
+    def start(self) -> Trial:
+        """A fresh one."""
+        self.outputs.flush()  # what waits from the trial before must not be released in the next
+        self.states.restart()
+        run = self.call.interpreter(self.loop, self.nature, iter(()), self.carry, self.states, STEPS)
+        return Trial(run, self._arriving)
+
+    def _arriving(self) -> Gradients:
+        if self._held is not None:
+            return self._held
+        outputs = zip(self.outputs.buffers, self.nature.needed.outputs, strict=True)
+        adjoint = [torch.zeros_like(leaf) if needs_gradient(leaf) else None for leaf in firsts(self.carry)]
+        stacked = [torch.zeros_like(buffer) if need else None for buffer, need in outputs]
+        if self.arrivals is not None:
+            adjoint = [each if there else None for each, there in zip(adjoint, self.arrivals.carry, strict=True)]
+            stacked = [each if there else None for each, there in zip(stacked, self.arrivals.outputs, strict=True)]
+            self._held = adjoint, stacked
+        return adjoint, stacked
+
+    def measured(self, job: Callable[[], Value]) -> Value:
+        """What a job says that runs trials and leaves no trace."""
+        call = self.call
+
+        def watched() -> Value:
+            watching = States(call.sources, call.streams | self.nature.needed.changes)
+            with torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
+                try:
+                    return job()
+                except RuntimeError as error:
+                    if "modified by an inplace operation" not in str(error):
+                        raise
+                    raise StepError(
+                        "a step changes its carry in place where the step before needs it for its backward; change a "
+                        "clone of it"
+                    ) from error
+
+        return by_itself(watched, call.surroundings)
+
+
+def measure_step(
+    call: Call,
+    nature: Nature,
+    limit: int,
+    input_gradient_bytes: int,
+    gauge: Gauge,
+    *,
+    rounds: int = ROUNDS,
+    groups: tuple[str, ...] = (),
+) -> Costs:
+    """The costs of one step, measured in small runs on copies of the carry."""
+    trials = Trials(call, nature)
+
+    def room_bytes(costs: Costs) -> int:
+        room = limit - smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
+        return -greatest(groups, [-room])[0] if groups else room
+
+    return trials.measured(lambda: profile(trials.start, nature.sizes, gauge, room_bytes, rounds=rounds))
+
+
+def measure_last(call: Call, nature: Nature, arrivals: Arrivals, gauge: Gauge) -> int:
+    """Most bytes that the backward of a loop's last step takes where such gradients arrive, those not counted."""
+    trials = Trials(call, nature, arrivals)
+    return trials.measured(lambda: last_backward_bytes(trials.start, gauge))
+
+
+def _representative(call: Call, nature: Nature, loop: Loop) -> Leaves:
+    """A carry like those between steps: the first may share tensors, and what is in places may be anything."""
+    carry = copied(detached(call.carry))
+    tensors = sum(isinstance(leaf, torch.Tensor) for leaf in carry)
+    if not call.places and tensors == len(call.carry_places):
+        return carry
+    watching = States(call.sources, call.streams | nature.needed.changes)
+    with recomputing(), torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
+        entering = copied(marked(carry, call.needs))
+        after = copied(detached(loop.run(0, entering, loop.inputs(0, recording=False), first=True)[0]))
+    # Counters and such begin anew, or steps would be run that never come.
+    return [new if could_need(new) else old for old, new in zip(carry, after, strict=True)]

@@ -1,0 +1,136 @@
+"""Gradients that never arrive have no room in a plan, and the budget is kept when they do arrive after all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import remat
+from plain import plain_scan
+from remat import knowledge
+
+STEPS, BATCH, WIDTH = 16, 16, 64
+# What of (h, c, ys) gets a gradient.
+LOSSES = {"outputs": (2,), "final carry": (0, 1), "a leaf": (1,), "everything": (0, 1, 2)}
+
+
+class Job:
+    """A loop whose carry is large beside its weights; `wide` says whether its outputs are large too."""
+
+    def __init__(self, *, wide: bool, compiled: Any) -> None:
+        torch.manual_seed(0)
+        self.cell, self.compiled = nn.Linear(WIDTH, 2 * WIDTH), compiled
+        self.carry = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+        self.xs = torch.randn(STEPS, BATCH, WIDTH)
+
+        def step(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+            h, c = carry
+            gate, new = self.cell(torch.tanh(h + x)).chunk(2, 1)
+            c = c * torch.sigmoid(gate) + new
+            h = torch.tanh(c) + h
+            return (h, c), h * 0.5 if wide else h.square().mean()
+
+        self.step = step
+
+    def train(self, loss: str, loop: Callable[..., Any] = plain_scan, **settings: Any) -> tuple[Tensor, ...]:
+        (h, c), ys = loop(self.step, self.carry, self.xs, **settings)
+        wanted = [(h, c, ys)[number] for number in LOSSES[loss]]
+        del h, c, ys
+        return torch.autograd.grad(wanted, list(self.cell.parameters()), [torch.ones_like(each) for each in wanted])
+
+    def within(self, budget: int, loss: str) -> remat.Measurement[tuple[Tensor, ...]]:
+        return remat.measure(lambda: self.train(loss, remat.scan, budget=budget, compile=self.compiled))
+
+    def plan(self, budget: int) -> remat.Plan:
+        return remat.plan_scan(self.step, self.carry, self.xs, budget=budget, compile=self.compiled)
+
+    def smallest(self) -> int:
+        with pytest.raises(remat.InfeasibleBudget) as refused:
+            self.plan(1)
+        return refused.value.smallest_budget_bytes
+
+
+@pytest.fixture
+def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Nothing is known any more of which gradients arrive."""
+    return lambda: monkeypatch.setattr(knowledge, "_arrived", knowledge._Memory())
+
+
+@pytest.mark.parametrize("compiled", [False, "python"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_every_loss_after_every_other_stays_within_the_budget(
+    forget: Callable[[], None], wide: bool, compiled: Any
+) -> None:
+    job = Job(wide=wide, compiled=compiled)
+    expected = {loss: job.train(loss) for loss in LOSSES}
+    for budget in (job.smallest(), job.smallest() * 4 // 3):
+        for before in list(LOSSES)[:-1]:
+            for after in LOSSES:
+                forget()
+                for loss in (before, after, after, before):
+                    taken = job.within(budget, loss)
+                    assert taken.peak_bytes <= budget, (before, after, loss)
+                    for got, wanted in zip(taken.value, expected[loss], strict=True):
+                        most = 1e-5 * float(wanted.abs().max()) if compiled else 0.0
+                        assert float((got - wanted).abs().max()) <= most
+
+
+@pytest.mark.parametrize("compiled", [False, "python"])
+def test_what_never_arrives_buys_forward_runs(forget: Callable[[], None], compiled: Any) -> None:
+    forget()
+    job = Job(wide=False, compiled=compiled)
+    budget = job.smallest() * 5 // 4
+    first = job.plan(budget)
+    assert job.within(budget, "outputs").peak_bytes < first.peak_bytes - 8 * BATCH * WIDTH  # two leaves less
+    known = job.plan(budget)
+    assert known.forward_runs < first.forward_runs
+    assert job.within(budget, "outputs").peak_bytes <= known.peak_bytes <= budget
+    job.within(budget, "everything")
+    assert job.plan(budget) == first
+
+
+@pytest.mark.parametrize("compiled", [False, "python"])
+@pytest.mark.parametrize("share", [0.06, 0.1, 0.3])
+def test_the_peak_is_as_predicted_once_it_is_known_what_arrives(
+    forget: Callable[[], None], share: float, compiled: Any
+) -> None:
+    """A cellular automaton, whose graph lays out its carry otherwise than the caller does, at both ends."""
+    forget()
+    torch.manual_seed(0)
+    seen, rule = nn.Conv2d(6, 16, 3, padding=1), nn.Conv2d(16, 6, 1)
+    start, xs = torch.randn(8, 6, 12, 12), torch.zeros(100, 1)
+
+    def step(grid: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        grid = grid + 0.1 * rule(torch.relu(seen(grid)))
+        return grid, grid.square().mean()
+
+    def train(loop: Callable[..., Any], **settings: Any) -> None:
+        _, losses = loop(step, start, xs, **settings)
+        torch.autograd.grad(losses.sum(), [*seen.parameters(), *rule.parameters()])
+
+    train(plain_scan)
+    budget = int(share * remat.measure(lambda: train(plain_scan)).peak_bytes)
+    ours = partial(train, remat.scan, budget=budget, compile=compiled)
+    ours()
+    predicted = remat.plan_scan(step, start, xs, budget=budget, compile=compiled).peak_bytes
+    taken = remat.measure(ours).peak_bytes
+    assert taken <= budget
+    # Seconds choose among the entries of a menu; with some of them a carry, 5 % of the budget, is foreseen too much.
+    assert taken <= predicted <= (1.06 if compiled else 1.02) * taken
+
+
+def test_a_graph_that_is_retained_takes_another_loss(forget: Callable[[], None]) -> None:
+    forget()
+    job, wanted = Job(wide=False, compiled=False), dict[Any, list[tuple[Tensor, ...]]]()
+    for loop, settings in ((plain_scan, {}), (remat.scan, {"budget": job.smallest() * 5 // 4})):
+        for _ in range(2):  # what the first brings is known to the second
+            (h, _), ys = loop(job.step, job.carry, job.xs, **settings)
+            parameters = list(job.cell.parameters())
+            wanted[loop] = [torch.autograd.grad(of.sum(), parameters, retain_graph=True) for of in (ys, h, ys)]
+    for ours, plain in zip(wanted[remat.scan], wanted[plain_scan], strict=True):
+        assert all(map(torch.equal, ours, plain))

@@ -10,6 +10,7 @@ import gc
 import itertools
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -278,6 +279,33 @@ def test_gradient_accumulators_are_made_once_in_a_call(level: str) -> None:
         del ys
         names, marks = zip(*set(drained(seen)), strict=True)
         assert len(marks) == len(set(names)) == 4
+
+
+_DRAWING = """
+import gc, sys, threading
+import torch
+from remat.ambient import States
+from remat.streams import random_sources
+
+def draw():
+    for _ in range(300):
+        with States(random_sources([])).undisturbed():
+            torch.rand(3)
+
+gc.callbacks.append(lambda *_: sum(range(3000)))  # Python that the collector runs, and threads change in
+gc.set_threshold(5)
+sys.setswitchinterval(1e-5)
+threads = [threading.Thread(target=draw) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_the_collector_may_run_while_a_generator_is_read() -> None:
+    """PyTorch holds the generator's mutex then, and another thread would wait for it for good."""
+    subprocess.run([sys.executable, "-c", _DRAWING], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "with a hook on a shared weight"])

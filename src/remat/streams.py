@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
 from .ambient import Source
+
+Value = TypeVar("Value")
+
+# PyTorch makes the tensor of a generator's state with the generator's mutex in hand. That may start Python's garbage
+# collector, and whatever runs then may let another thread go on: should that want the same mutex, it waits for it with
+# the GIL in hand, and neither goes on. A lock of Python's is waited for without the GIL.
+_generators = threading.RLock()
+
+
+def one_at_a_time(function: Callable[..., Value]) -> Callable[..., Value]:
+    """The same function of PyTorch's generators, in one thread at a time."""
+
+    @wraps(function)
+    def run(*args: Any) -> Value:
+        with _generators:
+            return function(*args)
+
+    return run
 
 
 def random_sources(devices: Iterable[torch.device], owned: Iterable[object] = ()) -> tuple[Source, ...]:
@@ -41,14 +61,14 @@ def _device_source(device: torch.device) -> Source:
     module = torch.get_device_module(device)
     return Source(
         str(device),
-        lambda: module.get_rng_state(device),
-        lambda state: module.set_rng_state(state, device),
+        one_at_a_time(lambda: module.get_rng_state(device)),
+        one_at_a_time(lambda state: module.set_rng_state(state, device)),
         torch.equal,
     )
 
 
 def _torch_source(name: str, generator: torch.Generator) -> Source:
-    return Source(name, generator.get_state, generator.set_state, torch.equal)
+    return Source(name, one_at_a_time(generator.get_state), one_at_a_time(generator.set_state), torch.equal)
 
 
 def _python_source(name: str, stream: Any) -> Source:

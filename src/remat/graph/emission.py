@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from ..streams import one_at_a_time
 from .capture import is_batch_norm_in_training
 from .graphs import Graph, Kind, Program
 from .inplace_ops import overwriting
@@ -24,6 +25,7 @@ from .op_costs import random_state, tensors_of
 SEGMENT: Final = "remat_segment"  # in an emitted node's `meta`: the segment that it belongs to
 
 
+@one_at_a_time
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
     """Put such a state back."""
     if device.type == "cuda":

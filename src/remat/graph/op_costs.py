@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..meter import metering
+from ..streams import one_at_a_time
 
 _FLOPS_PER_S: Final = 5e10
 _BYTES_PER_S: Final = 1e10
@@ -97,6 +98,7 @@ def _measure(op: Callable[..., Any], args: Any, kwargs: Any) -> Cost:
         return Cost(_seconds(lambda: op(*args, **kwargs), device), workspace, draws)
 
 
+@one_at_a_time
 def random_state(device: torch.device) -> torch.Tensor:
     """The state of a device's default generator, a tensor of bytes on the CPU."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

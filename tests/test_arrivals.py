@@ -88,7 +88,8 @@ def test_what_never_arrives_buys_forward_runs(forget: Callable[[], None], compil
     first = job.plan(budget)
     assert job.within(budget, "outputs").peak_bytes < first.peak_bytes - 8 * BATCH * WIDTH  # two leaves less
     known = job.plan(budget)
-    assert known.forward_runs < first.forward_runs
+    # A traced step's menu has entries that cost other seconds: more runs of a cheaper one may be less work.
+    assert known.seconds <= first.seconds if compiled else known.forward_runs < first.forward_runs
     assert job.within(budget, "outputs").peak_bytes <= known.peak_bytes <= budget
     job.within(budget, "everything")
     assert job.plan(budget) == first

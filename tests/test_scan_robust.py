@@ -288,7 +288,7 @@ from remat.ambient import States
 from remat.streams import random_sources
 
 def draw():
-    for _ in range(300):
+    for _ in range(1000):
         with States(random_sources([])).undisturbed():
             torch.rand(3)
 

@@ -17,7 +17,7 @@ import remat
 from plain import plain_scan
 from remat.traced.graphs import value_of
 from remat.traced.lowering import lowered
-from remat.traced.products import add_product, blank_sum, passing_bytes
+from remat.traced.products import add_product, blank_sum, has_room_to_turn, passing_bytes
 from remat.traced.programs import Arriving, Plan, Program
 from remat.traced.traced import Traced
 from remat.traced.tracing import Problem
@@ -179,7 +179,11 @@ def test_sums_of_products_are_as_true_as_the_plain_way(lefts: tuple[int, ...], r
     """Small and large, wide and narrow, whole and in pieces, and rows of several calls."""
     torch.manual_seed(0)
     value = torch.empty(sum(lefts), right)
-    total, plain, truth = blank_sum(value), torch.zeros_like(value), torch.zeros_like(value, dtype=torch.float64)
+    total, plain, truth = (
+        blank_sum(value, turned=True),
+        torch.zeros_like(value),
+        torch.zeros_like(value, dtype=torch.float64),
+    )
     for rows in (64, 16):
         left, other = torch.randn(rows, sum(lefts)), torch.randn(rows, right)
         add_product(total, left.split(lefts, 1), other, 64, passing_bytes([total]))
@@ -191,7 +195,7 @@ def test_sums_of_products_are_as_true_as_the_plain_way(lefts: tuple[int, ...], r
 
 def test_few_rows_take_the_bytes_of_many() -> None:
     """A trial of two steps must foresee what many take."""
-    total = blank_sum(torch.empty(1024, 256))
+    total = blank_sum(torch.empty(1024, 256), turned=True)
     room = passing_bytes([total])
 
     def peak_bytes(rows: int) -> int:
@@ -203,3 +207,32 @@ def test_few_rows_take_the_bytes_of_many() -> None:
     many = peak_bytes(256)
     assert 0.98 * many <= peak_bytes(32) <= 1.02 * many
     assert many <= 1.5 * room
+
+
+def test_sums_lie_turned_only_where_they_can_be_copied_at_the_end() -> None:
+    weights = [torch.empty(1024, 256), torch.empty(1024, 64), torch.empty(1024)]
+    needed = sum(w.nbytes for w in weights) + weights[0].nbytes + 100
+    assert has_room_to_turn(weights, 100, needed)
+    assert not has_room_to_turn(weights, 100, needed - 1)
+    assert blank_sum(weights[0], turned=True).t().is_contiguous()
+    assert blank_sum(weights[0], turned=False).is_contiguous()
+
+
+def test_the_smallest_budget_holds_to_the_end_where_weights_are_most_of_it() -> None:
+    cell, xs = nn.LSTMCell(64, 256), torch.randn(40, 16, 64)
+    start = torch.zeros(16, 256), torch.zeros(16, 256)
+
+    def step(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        carry = cell(x, carry)
+        return carry, carry[0].square().mean()
+
+    def train(budget: int) -> None:
+        remat.scan(step, start, xs, budget=budget, compile="python")[1].sum().backward()
+
+    with pytest.raises(remat.InfeasibleBudget) as refused:
+        train(1)
+    budget = refused.value.smallest_budget_bytes
+    for _ in range(2):
+        cell.zero_grad(set_to_none=False)
+        taken = remat.measure(lambda: train(budget))
+    assert taken.peak_bytes <= budget

@@ -111,6 +111,7 @@ class Call:
         places: where the step keeps tensors with gradients beside its carry; their contents are its last leaves.
         codes: the code that the step runs.
         entry: the entry of the traced step's menu that entry 0 of a schedule means.
+        turned: whether the traced step's plan has room to turn large sums of gradients back at the end.
         compiled: whether the step should be traced and run as a graph, and how.
         traced: that graph, once there is one.
         reached: all tensors that the walk from the step finds, if it should be traced.
@@ -129,7 +130,7 @@ class Call:
         places: Sequence[Place] = (),
     ) -> None:
         self.check, self.inputs, self.length = check, inputs, inputs.length
-        self.compiled, self.entry = compiled, 0
+        self.compiled, self.entry, self.turned = compiled, 0, True
         self.traced: Traced | None = None
         self.looked: Callable[[], None] | None = None
         self._given: Any = step, carry
@@ -297,6 +298,7 @@ class Call:
         stages = TracedStages(traced, loop, [found[number] for number in traced.externals])
         firsts = [self._first_place.get(place, place) for place in range(len(carry))]
         recorder = TracedRanges(stages, length, captured=Captured(self.captured), firsts=firsts, entry=self.entry)
+        recorder.turned = self.turned
         return Interpreter(
             recorder,
             actions,

@@ -26,6 +26,7 @@ from .loops import Loop, Outputs, Step
 from .plans import Plan
 from .recorded import needs_gradient, places_of
 from .silence import silence
+from .traced.products import has_room_to_turn
 from .trees import Leaves
 
 
@@ -172,6 +173,10 @@ def _once(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]
     if not any(map(needs_gradient, call.tensors())):
         return _plain(call)
     call.looked = look_once(call)
+    chain = planned.plan.chain
+    beside_bytes = chain.output_bytes + chain.output_gradient_bytes + chain.input_gradient_bytes
+    beside_bytes += 4 * sum(planned.nature.carry_bytes)  # the last adjoint, what it was made of, and layouts
+    call.turned = has_room_to_turn(call.captured, beside_bytes, planned.plan.peak_bytes)
     packing = _Packing()
     flat = _Scan.apply(call, planned, packing, *call.tensors())
     del accumulators  # the node keeps them now

@@ -30,11 +30,19 @@ class TracedRanges:
         captured: tensors whose gradients are asked for, besides the carry's and the inputs'.
         firsts: for every leaf of carry 0 the first one that is the same tensor.
         entry: the entry of the step's own menu that stands for entry 0.
+        turned: whether there is room to turn large sums of gradients back at the end.
     """
 
     def __init__(
-        self, stages: TracedStages, length: int, *, captured: Captured, firsts: Sequence[int], entry: int = 0
+        self,
+        stages: TracedStages,
+        length: int,
+        *,
+        captured: Captured,
+        firsts: Sequence[int],
+        entry: int = 0,
     ) -> None:
+        self.turned = True
         self.stages, self.length, self.captured, self._firsts = stages, length, captured, firsts
         self.output_gradients: dict[int, torch.Tensor] = {}
         self._first_entry = entry
@@ -134,7 +142,8 @@ class TracedRanges:
         arriving = Arriving(frozenset(there), frozenset(self.output_gradients))
         with as_traced():
             if self._sums is None:  # one for all entries, whose terms are the same
-                self._sums = Sums(way.menu, way.menu.reached(arriving, self.length), self.stages.shared)
+                reached = way.menu.reached(arriving, self.length)
+                self._sums = Sums(way.menu, reached, self.stages.shared, turned=self.turned)
             there = Pass(way, self._sums, tape, arriving, self.output_gradients, self.length).run(there)
             tape.stacks.clear()
             tape.views.clear()

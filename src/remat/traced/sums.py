@@ -42,13 +42,16 @@ class Sums:
         menu: the entry whose terms are summed.
         reached: the terms that gradients flow into.
         shared: what is the same in every step.
+        turned: whether there is room to turn large sums back at the end.
     """
 
-    def __init__(self, menu: Menu, reached: frozenset[Term], shared: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, menu: Menu, reached: frozenset[Term], shared: Sequence[torch.Tensor], *, turned: bool = True
+    ) -> None:
         self.menu, self.shared, self.reached = menu, shared, reached
         self._finish, groups = menu.finish(reached)
-        self._sums = [blank_sum(value_of(group[0].node)) for group in groups]
-        self._passing_bytes = passing_bytes(self._sums)
+        self._sums = [blank_sum(value_of(group[0].node), turned=turned) for group in groups]
+        self._passing_bytes = passing_bytes(self._sums) if turned else 0  # trials foresee the ways of turned ones
         self._of = {term: [s for s, group in zip(self._sums, groups, strict=True) if term in group] for term in reached}
         self.values = [self._of.get(term, []) for term in menu.plan.values]
         self.terms = [term for term in menu.plan.terms if term in reached]

@@ -173,15 +173,20 @@ def _once(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]
     if not any(map(needs_gradient, call.tensors())):
         return _plain(call)
     call.looked = look_once(call)
-    chain = planned.plan.chain
-    beside_bytes = chain.output_bytes + chain.output_gradient_bytes + chain.input_gradient_bytes
-    beside_bytes += 4 * sum(planned.nature.carry_bytes)  # the last adjoint, what it was made of, and layouts
-    call.turned = has_room_to_turn(call.captured, beside_bytes, planned.plan.peak_bytes)
+    call.turned = call.traced is None or _can_turn(call, planned)
     packing = _Packing()
     flat = _Scan.apply(call, planned, packing, *call.tensors())
     del accumulators  # the node keeps them now
     call.release()
     return packing.unpack(flat)
+
+
+def _can_turn(call: Call, planned: Planned) -> bool:
+    """Whether at the end, beside all gradients, a large one can be copied."""
+    chain = planned.plan.chain
+    beside_bytes = chain.output_bytes + chain.output_gradient_bytes + chain.input_gradient_bytes
+    beside_bytes += 4 * sum(planned.nature.carry_bytes)  # the last adjoint, what it was made of, and layouts
+    return has_room_to_turn(call.captured, beside_bytes, planned.plan.peak_bytes)
 
 
 def _plain(call: Call) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import remat
 from plain import plain_scan
 from remat import knowledge
+from remat.recent import Recent
 
 STEPS, BATCH, WIDTH = 16, 16, 64
 # What of (h, c, ys) gets a gradient.
@@ -58,7 +59,7 @@ class Job:
 @pytest.fixture
 def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Nothing is known any more of which gradients arrive."""
-    return lambda: monkeypatch.setattr(knowledge, "_arrived", knowledge._Memory())
+    return lambda: monkeypatch.setattr(knowledge, "_arrived", Recent(9))
 
 
 @pytest.mark.parametrize("compiled", [False, "python"])

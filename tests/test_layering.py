@@ -40,6 +40,7 @@ LAYERS = {
         "needs",
         "profiler",
         "ranges",
+        "recent",
         "recorded",
         "selective",
         "silence",

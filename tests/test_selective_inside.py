@@ -19,6 +19,7 @@ from remat.blocks import survey
 from remat.chains import Chain, Tape
 from remat.plans import Plan, plan
 from remat.ranges import SELECTIVE
+from remat.recent import Recent
 from remat.schedules import Action, Backward, Record, Schedule
 from stacks import STACKS, budget_at, chained, plain_chain
 from steps import PROGRAMS
@@ -54,10 +55,10 @@ def test_every_stack_of_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     expected = observe(plain_chain, make())
     monkeypatch.setattr(blockcosts, "menu_of", everything_on_the_menu)
     monkeypatch.setattr(blockcosts, "keeps_less", lambda *_: True)
-    monkeypatch.setattr(survey, "_known", {})
+    monkeypatch.setattr(survey, "_known", Recent(9))
     budget = budget_at(make(), 0.6)
     monkeypatch.setattr(blockcalls, "plan", selective_where_possible)
-    monkeypatch.setattr(blockcalls, "_plans", type(blockcalls._plans)())
+    monkeypatch.setattr(blockcalls, "_plans", Recent(9))
     assert_same(observe(chained(budget=budget), make()), expected)
 
 
@@ -77,7 +78,7 @@ def test_every_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = PROGRAMS[name]
     expected = observe(plain_scan, make())
     monkeypatch.setattr(knowledge, "planned", lambda chain, _, *rest: selective_plan(chain, *rest[:2]))
-    monkeypatch.setattr(knowledge, "_plans", knowledge._Memory())
+    monkeypatch.setattr(knowledge, "_plans", Recent(9))
     assert_same(observe(partial(remat.scan, **settings_at(make(), "half")), make()), expected)
 
 
@@ -92,7 +93,7 @@ def test_stages_that_cannot_have_one_have_none_on_the_menu(name: str, monkeypatc
     monkeypatch.setattr(trials, "profile", partial(trials.profile, selective=True))
     monkeypatch.setattr(knowledge, "plan", noted)
     for memory in ("_plans", "_costs"):
-        monkeypatch.setattr(knowledge, memory, knowledge._Memory())
+        monkeypatch.setattr(knowledge, memory, Recent(9))
     make = PROGRAMS[name]
     expected = observe(plain_scan, make())
     assert_same(observe(partial(remat.scan, budget="1GiB"), make()), expected)

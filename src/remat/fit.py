@@ -8,7 +8,6 @@ chooses a way once, and explains it.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -21,6 +20,7 @@ from .errors import FitError
 from .fitting.optimizers import Needs, needs_of
 from .fitting.seams import own_call
 from .fitting.ways import ASKED, Way, choose
+from .recent import Recent
 from .recorded import needs_gradient
 from .sizes import format_bytes
 from .trees import Structure
@@ -103,7 +103,7 @@ class Fitted:
     def __init__(self, model: nn.Module, budget_bytes: int, state_bytes: int = 0, asked: str = "auto") -> None:
         self.budget_bytes, self.state_bytes, self.asked = budget_bytes, state_bytes, asked
         self._model = weakref.ref(model)  # the model holds the handle
-        self._ways: OrderedDict[Hashable, Way] = OrderedDict()
+        self._ways: Recent[Hashable, Way] = Recent(_KEPT)
         self._latest: Way | None = None
 
     # ---- standing in the model
@@ -132,7 +132,7 @@ class Fitted:
     def __setstate__(self, state: dict[str, Any]) -> None:
         model = state["model"]  # still empty, when it is the model that is being copied or loaded
         self.budget_bytes, self.state_bytes, self.asked = state["budget_bytes"], state["state_bytes"], state["asked"]
-        self._model, self._ways, self._latest = weakref.ref(model), OrderedDict(), None
+        self._model, self._ways, self._latest = weakref.ref(model), Recent(_KEPT), None
         model.__dict__[_PLACE] = self
 
     def __repr__(self) -> str:
@@ -184,13 +184,8 @@ class Fitted:
         return f", of which {format_bytes(self.state_bytes)} for the optimizer's state" if self.state_bytes else ""
 
     def _way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Way:
-        key = self._key(args, kwargs)
-        if key not in self._ways:
-            self._ways[key] = choose(self.model, args, kwargs, self.budget_bytes - self.state_bytes, self.asked)
-            while len(self._ways) > _KEPT:
-                self._ways.popitem(last=False)
-        self._ways.move_to_end(key)
-        return self._ways[key]
+        room = self.budget_bytes - self.state_bytes
+        return self._ways.recall(self._key(args, kwargs), lambda: choose(self.model, args, kwargs, room, self.asked))
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """Equal for calls that are planned alike."""

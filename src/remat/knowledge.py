@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from itertools import compress
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -28,6 +27,7 @@ from .kept import left_alone
 from .needs import Needed
 from .plans import Plan, plan
 from .profiler import Costs
+from .recent import Recent
 from .recorded import copied, detached, needs_gradient
 from .schedules import Advance
 from .traced.traced import Traced
@@ -39,27 +39,16 @@ _KEPT: Final = 256  # steps and plans are remembered
 _SURVEYED: Final = 1000  # steps at most are run to see what they need
 
 
-class _Memory(OrderedDict[Hashable, Any]):
-    """The latest results, by key."""
-
-    def recall(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        if key in self:
-            self.move_to_end(key)
-            found: Value = self[key]
-            return found
-        made = make()
-        self.put(key, made)
-        return made
-
-    def put(self, key: Hashable, value: Any) -> None:
-        self[key] = value
-        while len(self) > _KEPT:
-            self.popitem(last=False)
-
-
-_natures, _surveys, _learnt, _costs, _plans, _traced, _agreed, _looked, _arrived, _lasts = (
-    _Memory() for _ in range(10)
-)
+_natures: Recent[Hashable, Nature] = Recent(_KEPT)
+_surveys: Recent[Hashable, Needed] = Recent(_KEPT)
+_learnt: Recent[Hashable, Needed] = Recent(_KEPT)
+_looked: Recent[Hashable, int] = Recent(_KEPT)
+_traced: Recent[Hashable, Traced | str] = Recent(_KEPT)
+_costs: Recent[Hashable, Costs] = Recent(_KEPT)
+_arrived: Recent[Hashable, Arrivals] = Recent(_KEPT)
+_lasts: Recent[Hashable, list[int]] = Recent(_KEPT)
+_plans: Recent[Hashable, Plan] = Recent(_KEPT)
+_agreed: Recent[Hashable, Plan] = Recent(_KEPT)
 _groups: dict[Hashable, tuple[str, ...]] = {}  # in which a step communicates, by its code
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from .interpreter import Interpreter
 from .planners.room import smallest
 from .profiler import STEPS, Costs, Sizes, Trial, profile
 from .ranges import AutogradRanges
+from .recent import Recent
 from .recorded import needs_gradient
 from .schedules import Action
 from .stages import needs_of
@@ -228,18 +228,6 @@ def _most_bytes(costs: Costs) -> int:
     return smallest(costs.chain(2, 0)).peak_bytes
 
 
-class _Memory(OrderedDict[Hashable, Any]):
-    """The latest results, by key."""
-
-    def recall(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        if key not in self:
-            self[key] = make()
-            while len(self) > _KEPT:
-                self.popitem(last=False)
-        self.move_to_end(key)
-        found: Value = self[key]
-        return found
-
-
 _KEPT: Final = 1024
-_costs, _choices = _Memory(), _Memory()
+_costs: Recent[Hashable, Costs] = Recent(_KEPT)
+_choices: Recent[Hashable, Choice] = Recent(_KEPT)

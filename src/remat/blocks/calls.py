@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from typing import Any, Final
@@ -16,6 +15,7 @@ from ..budgets import agreed_budget_bytes
 from ..chains import Chain, Stage
 from ..gauges import OnDevice
 from ..plans import Plan, plan
+from ..recent import Recent
 from ..recorded import needs_gradient, places_of
 from ..streams import random_sources
 from ..sums import Captured
@@ -25,7 +25,7 @@ from .survey import Known, survey, used_by
 
 _PLANS: Final = 256
 _SCALARS: Final = 8  # bytes: a node's token, the scalar that a range begins with
-_plans: OrderedDict[Hashable, Plan] = OrderedDict()
+_plans: Recent[Hashable, Plan] = Recent(_PLANS)
 
 
 class ChainCall:
@@ -126,14 +126,7 @@ class ChainCall:
         """
         limit = agreed_budget_bytes(budget, self.device)
         chain = self.chain(known)
-        key = (chain, limit, planner)
-        found = _plans.get(key)
-        if found is None:
-            found = plan(chain, limit, planner)
-            while len(_plans) >= _PLANS:
-                _plans.popitem(last=False)
-            _plans[key] = found
-        return found
+        return _plans.recall((chain, limit, planner), lambda: plan(chain, limit, planner))
 
     def chain(self, known: Sequence[Known]) -> Chain:
         """What the blocks cost in this call."""

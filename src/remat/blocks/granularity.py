@@ -11,7 +11,6 @@ holds more than tensors and settings, or parameters with hooks, which could see 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -25,6 +24,7 @@ from ..chains import takes_no_more
 from ..errors import InfeasibleBudget, StepError
 from ..plans import Plan
 from ..ranges import WHOLE
+from ..recent import Recent
 from ..schedules import Record
 from .block import Block
 from .calls import ChainCall, several_processes
@@ -51,7 +51,7 @@ class Settled(NamedTuple):
 
 
 _AS_GIVEN: Final = _Cut()
-_cuts: OrderedDict[Hashable, _Cut] = OrderedDict()
+_cuts: Recent[Hashable, _Cut] = Recent(_KEPT)
 
 
 def settled(
@@ -81,9 +81,7 @@ def settled(
     cut = _cuts.get(key)
     if cut is None:
         cut, found = _best(functions, call, start, budget, planner)
-        while len(_cuts) >= _KEPT:
-            _cuts.popitem(last=False)
-        _cuts[key] = cut
+        _cuts.put(key, cut)
         return found
     return _planned(call if cut == _AS_GIVEN else start(_blocks(functions, cut)), budget, planner)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from ..chains import Stage
 from ..errors import KeptTensors, StepError
 from ..gauges import Gauge
 from ..mutable import note_moving, refuse_changes
+from ..recent import Recent
 from ..recorded import can_need, copied, detached, needs_gradient, sequence_number
 from ..silence import silence
 from ..streams import random_sources
@@ -85,7 +87,7 @@ class Known:
 
 
 _KEPT: Final = 4096
-_known: dict[Hashable, Known] = {}
+_known: Recent[Hashable, Known] = Recent(_KEPT)
 
 
 def survey(
@@ -155,12 +157,7 @@ class _Walk:
         for block in self.blocks:
             summed = tuple(id(tensor) in self.summed for tensor in block.captured)
             key = (block.key, summed if any(summed) else (), self._kind, self._around)
-            known = _known.get(key)
-            if known is None:
-                known = self._look(block, found)
-                while len(_known) >= _KEPT:
-                    _known.pop(next(iter(_known)))
-                _known[key] = known
+            known = _known.recall(key, partial(self._look, block, found))
             found.append(known)
             self._kind = known.leaving
             seen()

@@ -310,6 +310,32 @@ def test_a_block_that_is_not_deterministic_is_found() -> None:
         remat.chain(blocks, x, budget=budget, planner="constant", check=True).sum().backward()
 
 
+@levels
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_loss_of_yesterday(settings: dict[str, Any], reads: bool) -> None:
+    """A block that keeps it runs as in the plain loop; one that computes with it is refused in a sentence."""
+
+    class Keeping(Residual):
+        loss: Tensor | float = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + (self.loss if reads else 0.0)
+
+    blocks, x = [Keeping() for _ in range(3)], leaf(B, D)
+    for day in range(3):
+        if reads and day:
+            with pytest.raises(
+                remat.StepError, match=r"block Keeping uses a result of SumBackward0 .* reset or detach"
+            ):
+                remat.chain(blocks, x, **settings)
+            continue
+        found = remat.chain(blocks, x, **settings).sum()
+        expected = plain_chain(blocks, x)[0].sum()
+        assert same(*(torch.autograd.grad(loss, x, retain_graph=True) for loss in (found, expected)))
+        found.backward()
+        blocks[1].loss = found
+
+
 def test_gradients_kept_beside_the_carry_are_refused() -> None:
     class Keeps(nn.Module):
         def __init__(self) -> None:

@@ -11,15 +11,17 @@ from typing import Any, Final, TypeVar
 import torch
 
 from .ambient import States, Surroundings
-from .captures import is_used_up, reach, unseen_leaves, unseen_only_leaves
+from .captures import reach
 from .casts import is_cast
-from .errors import LateGradient, StepError
+from .errors import LateGradient
 from .inputs import Inputs, emptied, input_kind, is_sliced, with_tensor
 from .interpreter import Interpreter
 from .kept import Keeping, Place, keeping, known_places, remember, unique
 from .loops import Loop, Outputs, Step
+from .missed import Lookout
 from .mutable import mutable_sources
 from .needs import Flags, Needed, SeenNeeds, needs_like, united
+from .nodes import apart_from_used_up
 from .profiler import Sizes
 from .ranges import AutogradRanges, Replays
 from .recorded import needs_gradient, places_of
@@ -33,14 +35,6 @@ from .traced.traced import Traced
 from .trees import Leaves, Structure
 
 Value = TypeVar("Value")
-
-
-class MissedTensors(Exception):  # never reaches the user
-    """A recorded graph reaches leaves that the walk from the step had missed."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.tensors = tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +110,7 @@ class Call:
         traced: that graph, once there is one.
         reached: all tensors that the walk from the step finds, if it should be traced.
         uses_arrays: whether it finds NumPy arrays.
+        lookout: what finds tensors that the walk from the step has missed.
         looked: if the backward shall look at every range, what it calls when it has.
     """
 
@@ -150,8 +145,10 @@ class Call:
         self.input_needs = [leaf.requires_grad for leaf in self.inputs.tensors()]
         kept = set(map(id, contents))
         captured = [tensor for tensor in reached.differentiable() if id(tensor) not in kept]
-        self._used_up = {tensor.grad_fn for tensor in captured if not tensor.is_leaf and is_used_up(tensor)}
-        self.captured = [tensor for tensor in captured if tensor.is_leaf or tensor.grad_fn not in self._used_up]
+        self.captured, used_up = apart_from_used_up(captured)
+        self.lookout = Lookout(
+            "the step", "let the step close over it, or put it into the carry", self.captured, used_up
+        )
         self.needs = tuple(map(needs_gradient, self.carry))
         tensors = [*self._carry_tensors(), *self.inputs.tensors(), *reached.tensors]
         devices = {tensor.device for tensor in tensors}
@@ -314,24 +311,14 @@ class Call:
         return [*self.reached, *(tensor for tensor in self.captured if id(tensor) not in known)]
 
     def check_end(self, run: Interpreter) -> None:
-        """`check_seen` for the newest nodes of the last recorded range; every step was looked at once already."""
+        """Look at the newest nodes of the last recorded range; every step was looked at once already."""
         if isinstance(run.recorder, AutogradRanges):
-            nodes, known, first_sequence = run.recorder.newest(run.ranges[run.length].tape)
-            self.check_seen(nodes, known, first_sequence, _NODES)
+            self.lookout.look(*run.recorder.newest(run.ranges[run.length].tape), _NODES)
 
     def look_at_all(self, run: Interpreter) -> None:
         """Let the backward check every range before it runs."""
         if isinstance(run.recorder, AutogradRanges):
-            run.recorder.look = self._check_late
-
-    def _check_late(self, nodes: list[Any], known: list[torch.Tensor], first_sequence: int) -> None:
-        try:
-            self.check_seen(nodes, known, first_sequence)
-        except MissedTensors as missed:
-            raise StepError(
-                f"a later step uses a tensor of shape {tuple(missed.tensors[0].shape)} in a way that cannot be seen, "
-                "and the first steps do not, so its gradient would be lost; let the step close over it"
-            ) from None
+            run.recorder.look = self.lookout.look_late
 
     def check_needs(self, loop: Loop, nature: Nature) -> None:
         """After a first pass: were there more gradients than the plan has room for?
@@ -342,20 +329,6 @@ class Call:
         seen = loop.seen
         if seen is not None and nature.needed.union(late := Needed(seen.carries, seen.outputs)) != nature.needed:
             raise LateGradient(late)
-
-    def check_seen(
-        self, nodes: Iterable[Any], known: list[torch.Tensor], first_sequence: int, limit: int | None = None
-    ) -> None:
-        """Refuse, or report, what a recorded graph reaches beyond what is known.
-
-        Raises:
-            MissedTensors: leaves that the walk from the step had missed.
-            StepError: the result of something outside, that the walk from the step had missed, or whose graph is gone.
-        """
-        unseen = unseen_leaves(nodes, [*self.captured, *known], first_sequence, limit)
-        leaves = unseen_only_leaves(unseen, self._used_up)
-        if leaves:
-            raise MissedTensors(leaves)
 
     # ---- what is known of steps like this one
 

@@ -2,7 +2,7 @@
 
 Found by walking from the step: closures, globals that its code names, defaults, bound objects, partials, attributes,
 containers, modules with their parameters and buffers. A superset of what the step uses does no harm; what the walk
-misses is found in the recorded graph (`unseen_leaves`).
+misses is found in the recorded graph (`missed`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Container, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 
-from .errors import StepError
 from .streams import is_random_source
 
 ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
@@ -283,105 +282,3 @@ def methods_of(owner: type) -> Iterator[Any]:
                 function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
                 if isinstance(function, types.FunctionType | torch.Tensor):
                     yield function
-
-
-def unseen_leaves(
-    roots: Iterable[Any], known: Iterable[torch.Tensor], first_sequence: int, limit: int | None
-) -> list[Any]:
-    """What a recorded graph reaches that nobody knew of, so that its gradients would be lost.
-
-    Args:
-        roots: autograd nodes to walk from.
-        known: tensors whose gradients are asked for.
-        first_sequence: nodes of this thread with a smaller sequence number were made before the recording.
-        limit: how many nodes to look at; all, if None.
-
-    Returns:
-        Leaf tensors, and nodes made outside of the recording.
-    """
-    leaves = {id(tensor) for tensor in known if tensor.is_leaf}
-    outside = {tensor.grad_fn for tensor in known if not tensor.is_leaf}
-    unseen: list[Any] = []
-    seen: set[Any] = set()
-    queue = deque(roots)
-    while queue and (limit is None or len(seen) < limit):
-        node = queue.popleft()
-        if node is None or node in seen or node in outside:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            if id(variable) not in leaves:
-                unseen.append(variable)
-        elif node._sequence_nr() < first_sequence:
-            unseen.append(node)
-        else:
-            queue.extend(following for following, _ in node.next_functions)
-    return unseen
-
-
-def unseen_only_leaves(unseen: Iterable[Any], used_up: Container[Any]) -> list[torch.Tensor]:
-    """What `unseen_leaves` found, if it is nothing worse.
-
-    Raises:
-        StepError: the result of something outside of the step, or with a graph through which a backward has gone.
-    """
-    leaves = []
-    for item in unseen:
-        if isinstance(item, torch.Tensor):
-            leaves.append(item)
-        elif item in used_up:
-            raise StepError(
-                f"the step uses a result of {type(item).__name__} from an earlier run, through whose graph a backward "
-                "has already gone; reset or detach it before the loop"
-            )
-        else:
-            raise StepError(
-                f"the step uses the result of {type(item).__name__}, computed outside of it, in a way that cannot be "
-                "seen, so its gradient would be lost; let the step close over it, or put it into the carry"
-            )
-    return leaves
-
-
-def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
-    """Every node of a recorded graph once, from some nodes on."""
-    seen: set[Any] = set()
-    queue = deque(roots)
-    while queue:
-        node = queue.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        queue.extend(following for following, _ in node.next_functions)
-
-
-def reached_leaves(roots: Iterable[Any], leaves: Iterable[torch.Tensor]) -> set[int]:
-    """The ids of those leaf tensors that gradients of a recorded graph flow into."""
-    wanted = {id(leaf) for leaf in leaves}
-    if not wanted:
-        return set()
-    return wanted & {id(getattr(node, "variable", None)) for node in nodes_of(roots)}
-
-
-def is_used_up(tensor: torch.Tensor) -> bool:
-    """Whether a backward has gone through a tensor's graph and let go of it: a loss of yesterday, kept in an attribute.
-
-    The newest nodes tell, since a backward begins with them. No gradient can flow there any more, and an autograd node
-    that had such a tensor among its inputs would make the engine go there nevertheless.
-    """
-    queue, seen = deque([tensor.grad_fn]), 0
-    while queue and seen < _LOOKED_AT:
-        node = queue.popleft()
-        if node is None:
-            continue
-        seen += 1
-        names = ["saved_tensors"] if hasattr(type(node), "_raw_saved_tensors") else dir(node)
-        try:
-            for name in names:
-                if name == "saved_tensors" or name.startswith("_saved_"):
-                    getattr(node, name)
-        except RuntimeError:
-            return True
-        queue.extend(following for following, _ in node.next_functions)
-    return False

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from .captures import nodes_of
+from .nodes import nodes_of
 
 
 def is_cast(tensor: torch.Tensor) -> bool:

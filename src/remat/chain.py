@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -19,10 +18,10 @@ from .ambient import States, is_transformed, opaque, recomputing
 from .blocks.block import Block
 from .blocks.calls import ChainCall, copied_stages, in_need
 from .blocks.granularity import by_plan, keeps_all, settled
-from .blocks.survey import Known, MissedTensors, refuse_unseen, storage_bytes, untraced
-from .captures import unseen_leaves
+from .blocks.survey import Known, storage_bytes, untraced
 from .errors import LateChange, StepError
 from .interpreter import Interpreter
+from .missed import MissedTensors
 from .plans import Plan
 from .ranges import AutogradRanges, Replays
 from .recorded import detached, hooks_set_aside, needs_gradient, places_of
@@ -268,15 +267,14 @@ class _Work:
         for stop, recorded in run.ranges.items():
             block = self.call.blocks[stop - 1]
             if not block.plain:
-                nodes, known, first_sequence = run.recorder.newest(recorded.tape)
-                known += (run.captured.tensors[number] for number in recorded.tape.captured)
-                refuse_unseen(unseen_leaves(nodes, known, first_sequence, _NODES), block.name)
+                captured = [run.captured.tensors[number] for number in recorded.tape.captured]
+                block.lookout(captured).look(*run.recorder.newest(recorded.tape), _NODES)
 
     def _look_at(self, run: Interpreter, index: int) -> None:
         """Let the backward of a block of any kind check its range first."""
         block = self.call.blocks[index]
         assert isinstance(run.recorder, AutogradRanges)
-        run.recorder.look = None if block.plain else partial(_refuse_late, block.name, run.captured.tensors)
+        run.recorder.look = None if block.plain else block.lookout(run.captured.tensors).look_late
 
     def undo(self) -> None:
         """Put everything back for a forward that starts again."""
@@ -326,18 +324,6 @@ class _Work:
         for place, gradient in zip(self.final_places, gradients, strict=True):
             adjoint[place] = gradient
         self.run.start_backward(adjoint, ())
-
-
-def _refuse_late(
-    name: str, captured: Sequence[torch.Tensor], nodes: list[Any], known: list[torch.Tensor], first_sequence: int
-) -> None:
-    try:
-        refuse_unseen(unseen_leaves(nodes, [*captured, *known], first_sequence, None), name)
-    except MissedTensors as missed:
-        raise StepError(
-            f"block {name} uses a tensor of shape {tuple(missed.tensors[0].shape)} in a way that cannot be seen, and "
-            "did not when first looked at, so its gradient would be lost; pass it to remat.chain as a shared argument"
-        ) from None
 
 
 class _Block(torch.autograd.Function):

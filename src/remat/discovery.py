@@ -12,13 +12,13 @@ import torch
 from .aliases import Aliases
 from .ambient import States, recomputing, refuse_kept
 from .calls import Call, Nature
-from .captures import reached_leaves
 from .casts import cast_among
 from .collectives import calls_so_far, groups_used
 from .errors import StepError
 from .kept import left_alone
 from .mutable import note_moving, refuse_changes
 from .needs import Flags, Needed, could_need, flags_of, united
+from .nodes import reached_leaves
 from .recorded import can_need, copied, detached, needs_gradient, places_of, sequence_number
 from .trees import Leaves
 
@@ -166,7 +166,7 @@ class Discovery:
         self.aliases.note(inner, after, outputs, [*given, *self.call.fixed, *self.call.captured])
         self.moved |= {place for place, (old, new) in enumerate(zip(inner, after, strict=True)) if old is not new}
         known = [leaf for leaf in (*carry, *inputs) if needs_gradient(leaf)]
-        self.call.check_seen(nodes, known, first_sequence)
+        self.call.lookout.look(nodes, known, first_sequence)
         kept = range(len(carry) - len(self.call.places), len(carry))
         reached = reached_leaves(nodes, [carry[place] for place in kept if needs_gradient(carry[place])])
         return after, outputs, frozenset(place for place in kept if id(carry[place]) not in reached)

@@ -13,16 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .blocks.block import Block
 from .blocks.calls import ChainCall, in_need
-from .blocks.survey import MissedTensors as MissedByBlocks
 from .blocks.survey import untraced
 from .budgets import free_bytes
-from .calls import Call, MissedTensors
+from .calls import Call
 from .chain import front_of
 from .chains import Chain
 from .errors import StepError
 from .estimate import Rates
 from .inputs import Inputs
 from .knowledge import chain_of
+from .missed import MissedTensors
 from .paper import chain_on_paper, step_on_paper
 from .trees import leaves_of
 
@@ -105,7 +105,7 @@ def _blocks(
             call = ChainCall(functions, x, shared, named, missed=missed)
             try:
                 return call.chain(call.surveyed(seen))
-            except MissedByBlocks as found:
+            except MissedTensors as found:
                 missed += found.tensors
 
 

@@ -16,13 +16,14 @@ from torch.nn.utils.rnn import PackedSequence
 from .accumulators import keep_accumulators
 from .ambient import States, is_transformed, opaque, recomputing
 from .arrivals import Arrivals
-from .calls import Call, MissedTensors, Nature
+from .calls import Call, Nature
 from .errors import KeptTensors, LateChange, LateGradient, StepError
 from .inputs import Inputs, checked_lengths, fetched, masked, packed_lengths, packed_like
 from .interpreter import Interpreter
 from .kept import left_alone, left_if_stopped
 from .knowledge import Planned, learn, learn_arrivals, look_once, nature_of, plan_of
 from .loops import Loop, Outputs, Step
+from .missed import MissedTensors
 from .plans import Plan
 from .recorded import needs_gradient, places_of
 from .silence import silence

@@ -19,7 +19,9 @@ from ..ambient import Source
 from ..captures import Reached, reach
 from ..errors import StepError
 from ..loops import described, fingerprint, kind_of
+from ..missed import Lookout
 from ..mutable import mutable_sources, tensor_source, tensors_source
+from ..nodes import apart_from_used_up
 from ..trees import Leaves, Mismatch, Structure
 from .plain import Seen, plain
 
@@ -29,7 +31,7 @@ class Block:
 
     Attributes:
         function: what is called.
-        tensors: all that it can reach, each once.
+        tensors: all that it can reach, each once, but for those with a graph that a backward has gone through.
         devices: where those are.
         key: equal for blocks that do and cost the same on the same carry.
     """
@@ -38,10 +40,11 @@ class Block:
         self.function = function
         self._members: tuple[Block, ...] = ()
         seen = plain(function)
-        self._buffers = None if seen is None else seen.buffers
+        self._buffers, self._used_up = None if seen is None else seen.buffers, frozenset[Any]()
         if seen is None:
-            settings = (*self.reached.codes, *self.reached.settings)
-            seen = Seen(self.reached.tensors, [], settings, [])
+            tensors, self._used_up = apart_from_used_up(self.reached.tensors)
+            settings = (*self.reached.codes, *self.reached.settings, len(self._used_up))
+            seen = Seen(tensors, [], settings, [])
         self.tensors, self.captured, self.devices, self.key = seen.tensors, seen.captured, seen.devices, seen.key
 
     @classmethod
@@ -55,7 +58,7 @@ class Block:
         tied = tuple(places[id(tensor)] for block in blocks for tensor in block.tensors)
         settings = (Group, *(block.key for block in blocks), tied)
         seen = Seen(list(tensors.values()), list(buffers.values()), settings, [])
-        group._buffers = seen.buffers
+        group._buffers, group._used_up = seen.buffers, frozenset()
         group.tensors, group.captured, group.devices, group.key = seen.tensors, seen.captured, seen.devices, seen.key
         return group
 
@@ -76,6 +79,10 @@ class Block:
     def name(self) -> str:
         """What to call it."""
         return getattr(self.function, "__name__", None) or type(self.function).__name__
+
+    def lookout(self, captured: Sequence[torch.Tensor]) -> Lookout:
+        """What finds tensors that the block uses beside those that are known."""
+        return Lookout(f"block {self.name}", "pass it to remat.chain as a shared argument", captured, self._used_up)
 
     @property
     def plain(self) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..ambient import Source, States, Surroundings, recomputing, refuse_kept
-from ..captures import unseen_leaves
 from ..chains import Stage
 from ..errors import KeptTensors, StepError
 from ..gauges import Gauge
@@ -26,14 +25,6 @@ from ..streams import random_sources
 from ..trees import Leaves, Structure
 from .block import Block, Blocks
 from .costs import Clock, Subject, as_they_were, measured
-
-
-class MissedTensors(Exception):  # never reaches the user
-    """A recorded graph reaches leaves that the walk from a block had missed."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.tensors = tensors
 
 
 class Kind(NamedTuple):
@@ -319,29 +310,12 @@ class _Look:
         with torch.enable_grad(), self.walk.surroundings.own_cast_cache():
             inner = [leaf.clone() if needs_gradient(leaf) or copies else leaf for leaf in self.carry]
             after, _ = stages.run(0, inner, [], first=True)
-        known = [*self.captured, *filter(needs_gradient, self.carry)]
+        known = filter(needs_gradient, self.carry)
         nodes = [leaf.grad_fn for leaf in after if needs_gradient(leaf)]
-        refuse_unseen(unseen_leaves(nodes, known, first_sequence, None), self.block.name)
+        self.block.lookout(self.captured).look(nodes, known, first_sequence)
         structure = stages.structures[1]
         assert structure is not None
         return structure, after
-
-
-def refuse_unseen(unseen: list[Any], name: str) -> None:
-    """Report, or refuse, what a recorded graph reaches beyond what is known.
-
-    Raises:
-        MissedTensors: leaves that the walk from the block had missed.
-        StepError: the result of something outside, that the walk had missed.
-    """
-    for node in unseen:
-        if not isinstance(node, torch.Tensor):
-            raise StepError(
-                f"block {name} uses the result of {type(node).__name__}, computed outside of it, in a way that cannot "
-                "be seen, so its gradient would be lost; pass it to remat.chain as a shared argument"
-            )
-    if unseen:
-        raise MissedTensors(unseen)
 
 
 # ---- small things

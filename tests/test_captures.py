@@ -37,6 +37,13 @@ def test_closures_defaults_and_globals() -> None:
     assert finds(step, a, b, c, EVERYWHERE, IN_A_DICT["deep"][0])
 
 
+def test_an_attribute_is_no_global_of_its_name() -> None:
+    def step(carry: Any, x: Tensor) -> Tensor:
+        return carry.EVERYWHERE + x
+
+    assert not reach(step).differentiable()
+
+
 def test_functions_called_by_functions() -> None:
     a = tensor()
 

@@ -843,6 +843,17 @@ def test_inference_mode_and_then_training(level: str) -> None:
     assert_same(observe(loop, program), expected)
 
 
+def test_without_autograd_a_step_may_hand_on_a_weight() -> None:
+    weight = torch.ones(3).requires_grad_()
+
+    def step(_carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return weight, x * weight
+
+    with torch.no_grad():
+        after, _ = remat.scan(step, torch.zeros(3), torch.ones(2, 3), budget="1MiB")
+    assert after is weight  # as the plain loop says, and it still needs a gradient
+
+
 # ---- parameters that are there only while they are used
 
 

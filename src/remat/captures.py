@@ -135,8 +135,10 @@ def _exact_values(value: Any) -> Iterator[Hashable]:
 
 def _values_in_modules(function: types.FunctionType) -> list[tuple[str, Any]]:
     """Plain values that code may name in user modules: `settings.rate`."""
-    names = named_globals(function.__code__)
-    found = (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
+    names = _names(function.__code__)
+    found = (
+        function.__globals__[name] for name in sorted(named_globals(function.__code__) & function.__globals__.keys())
+    )
     modules = [value for value in found if isinstance(value, types.ModuleType) and not installed(value.__name__)]
     return [(name, vars(module)[name]) for module in modules for name in sorted(names & vars(module).keys())]
 
@@ -221,8 +223,8 @@ def _inside_function(function: types.FunctionType) -> Iterator[Any]:
 
 def _named_globals(function: types.FunctionType) -> Iterator[Any]:
     """Globals that the code names, and tensors and modules that it names in user modules: `weights.W`."""
-    names = named_globals(function.__code__)
-    for name in names & function.__globals__.keys():
+    names = _names(function.__code__)
+    for name in named_globals(function.__code__) & function.__globals__.keys():
         value = function.__globals__[name]
         if not isinstance(value, types.ModuleType):
             if not isinstance(value, ATOMS):
@@ -248,14 +250,25 @@ def _can_change(value: Any) -> bool:
     )
 
 
+_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME"})
+
+
 @functools.lru_cache(maxsize=1024)
 def named_globals(code: types.CodeType, *, assigned: bool = False) -> frozenset[str]:
-    """The globals and attributes that code names, that of inner functions included; or the globals it assigns to."""
+    """The globals that code reads, that of inner functions included; or those it assigns to.
+
+    Attributes are not among them: a script may well have a `h` beside a step that takes a carry with an attribute `h`.
+    """
     inner = (named_globals(const, assigned=assigned) for const in code.co_consts if isinstance(const, types.CodeType))
-    if not assigned:
-        return frozenset(code.co_names).union(*inner)
-    own = (step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL")
+    wanted = {"STORE_GLOBAL"} if assigned else _OF_GLOBALS
+    own = (instruction.argval for instruction in dis.get_instructions(code) if instruction.opname in wanted)
     return frozenset(own).union(*inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """The globals and attributes that code names, that of inner functions included."""
+    return frozenset(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
 def _inside_module(module: torch.nn.Module) -> Iterator[Any]:

@@ -55,8 +55,9 @@ class Lookout(NamedTuple):
                 leaves.append(item)
             elif item in self.used_up:
                 raise StepError(
-                    f"{self.who} uses a result of {type(item).__name__} from an earlier run, through whose graph a "
-                    "backward has already gone; reset or detach it before the loop"
+                    f"{self.who} uses a result of {type(item).__name__} from an earlier run, through whose graph no "
+                    "gradient can go any more: a backward has gone through it already, or what it keeps was changed in "
+                    "place since; compute it anew, or reset or detach it, before the loop"
                 )
             else:
                 raise StepError(

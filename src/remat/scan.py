@@ -201,8 +201,13 @@ def _plain(call: Call) -> tuple[Any, Any]:
             loop.emit(index, results)
             del results
     outputs.flush()
-    packing = _Packing()
-    return packing.unpack(packing.pack(carry, outputs.buffers, loop))
+    return _returned(loop, carry, outputs.buffers)
+
+
+def _returned(loop: Loop, carry: Leaves, outputs: Leaves) -> tuple[Any, Any]:
+    """What the plain loop returns, the very tensors that the last step handed on."""
+    assert loop.output_structure is not None, "at least one step has run"
+    return loop.structure.build(carry), loop.output_structure.build(outputs)
 
 
 def _transformed(call: Call) -> tuple[Any, Any]:
@@ -217,8 +222,7 @@ def _transformed(call: Call) -> tuple[Any, Any]:
         torch.stack(leaves) if isinstance(leaves[0], torch.Tensor) else None if leaves[0] is None else list(leaves)
         for leaves in zip(*steps, strict=True)
     ]
-    assert loop.output_structure is not None, "at least one step has run"
-    return loop.structure.build(carry), loop.output_structure.build(stacked)
+    return _returned(loop, carry, stacked)
 
 
 _RESTARTS = (MissedTensors, KeptTensors, LateChange, LateGradient)

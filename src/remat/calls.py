@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, Final, TypeVar
@@ -104,14 +104,11 @@ class Call:
         streams: the random streams among them, by number.
         places: where the step keeps tensors with gradients beside its carry; their contents are its last leaves.
         codes: the code that the step runs.
-        entry: the entry of the traced step's menu that entry 0 of a schedule means.
-        turned: whether the traced step's plan has room to turn large sums of gradients back at the end.
         compiled: whether the step should be traced and run as a graph, and how.
         traced: that graph, once there is one.
         reached: all tensors that the walk from the step finds, if it should be traced.
         uses_arrays: whether it finds NumPy arrays.
         lookout: what finds tensors that the walk from the step has missed.
-        looked: if the backward shall look at every range, what it calls when it has.
     """
 
     def __init__(
@@ -125,9 +122,8 @@ class Call:
         places: Sequence[Place] = (),
     ) -> None:
         self.check, self.inputs, self.length = check, inputs, inputs.length
-        self.compiled, self.entry, self.turned = compiled, 0, True
+        self.compiled = compiled
         self.traced: Traced | None = None
-        self.looked: Callable[[], None] | None = None
         self._given: Any = step, carry
         self._inputs_captured: list[tuple[int, int]] = []
         reached = reach(step, exact=bool(compiled))
@@ -254,11 +250,33 @@ class Call:
         )
 
     def interpreter(
-        self, loop: Loop, nature: Nature, actions: Iterator[Action], carry: Leaves, states: States, length: int
+        self,
+        loop: Loop,
+        nature: Nature,
+        actions: Iterator[Action],
+        carry: Leaves,
+        states: States,
+        length: int,
+        *,
+        entry: int = 0,
+        turned: bool = True,
     ) -> Interpreter:
-        """An interpreter over the call's stages."""
+        """An interpreter over the call's stages.
+
+        Args:
+            loop, carry, length: the stages, what enters the first, and how many there are.
+            nature: what they do.
+            actions: what to run.
+            states: whose state belongs to a carry.
+            entry: the entry of the traced step's menu that entry 0 of a schedule means.
+            turned: whether there is room to turn large sums of a traced step's gradients back at the end.
+        """
         if self.traced is not None:
-            return self._traced_interpreter(self.traced, loop, actions, carry, states, length)
+            found = self.found()
+            stages = TracedStages(self.traced, loop, [found[number] for number in self.traced.externals])
+            firsts, captured = [self._first_place.get(n, n) for n in range(len(carry))], Captured(self.captured)
+            traced = TracedRanges(stages, length, captured=captured, firsts=firsts, entry=entry, turned=turned)
+            return Interpreter(traced, actions, length, carry, states=states, surroundings=self.surroundings)
         needs: Needs = needs_like(carry, [flags for flags, _ in nature.orbit])
         copies, seen = (lambda _: nature.copies), None
         if not nature.settled:
@@ -281,29 +299,6 @@ class Call:
     def keeps_nothing(self, nature: Nature) -> bool:
         """Whether the step changes nothing in which it could keep tensors."""
         return not any(self.sources[number].kept for number in nature.needed.changes)
-
-    def _traced_interpreter(
-        self,
-        traced: Traced,
-        loop: Loop,
-        actions: Iterator[Action],
-        carry: Leaves,
-        states: States,
-        length: int,
-    ) -> Interpreter:
-        found = self.found()
-        stages = TracedStages(traced, loop, [found[number] for number in traced.externals])
-        firsts = [self._first_place.get(place, place) for place in range(len(carry))]
-        recorder = TracedRanges(stages, length, captured=Captured(self.captured), firsts=firsts, entry=self.entry)
-        recorder.turned = self.turned
-        return Interpreter(
-            recorder,
-            actions,
-            length,
-            carry,
-            states=states,
-            surroundings=self.surroundings,
-        )
 
     def found(self) -> list[torch.Tensor]:
         """All tensors that the step can reach, those that the walk had missed at the end."""

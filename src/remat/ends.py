@@ -36,6 +36,7 @@ class Ends:
         first_pass_bytes: of states that are held until the last step has run.
         held_bytes: by entry of the menu, what the last step's backward takes more than others: the gradients that came
             for the final carry stay, some may be copied, and where fewer arrive another program runs.
+        finishing_bytes: of the first step's backward, after which gradients are handed out.
     """
 
     entering_bytes: int = 0
@@ -43,6 +44,7 @@ class Ends:
     returned_bytes: int = 0
     first_pass_bytes: int = 0
     held_bytes: tuple[int, ...] = ()
+    finishing_bytes: int = 0
 
     @property
     def most_bytes(self) -> int:
@@ -60,7 +62,14 @@ class Ends:
 
     def _first(self, stage: Stage) -> Stage:
         more = self.entering_bytes
-        menu = tuple(msgspec.structs.replace(t, workspace_bytes=t.workspace_bytes + more) for t in stage.menu)
+        menu = tuple(
+            msgspec.structs.replace(
+                tape,
+                workspace_bytes=tape.workspace_bytes + more,
+                backward_workspace_bytes=max(tape.backward_workspace_bytes, self.finishing_bytes),
+            )
+            for tape in stage.menu
+        )
         return msgspec.structs.replace(stage, menu=menu, workspace_bytes=stage.workspace_bytes + more)
 
     def _last(self, stage: Stage) -> Stage:
@@ -106,3 +115,11 @@ def planned(chain: Chain, ends: Ends, limit: int, planner: str, plan: Planner) -
         over = min(over + found.peak_bytes - limit, ends.most_bytes) if attempt < _ATTEMPTS - 2 else ends.most_bytes
     worse = found.peak_bytes > made.peak_bytes
     return replace(made, budget_bytes=limit, simulation=found if worse else made.simulation)
+
+
+def finishing(made: Plan, chain: Chain, ends: Ends, finishing_bytes: int) -> Plan | None:
+    """The plan with its peak if the backward of the first step takes so many bytes; None: more than its budget."""
+    found = simulate(replace(ends, finishing_bytes=finishing_bytes).on(chain), made.schedule)
+    if found.peak_bytes > made.budget_bytes:
+        return None
+    return replace(made, simulation=found) if found.peak_bytes > made.peak_bytes else made

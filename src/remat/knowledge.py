@@ -20,7 +20,7 @@ from .chains import Chain
 from .collectives import agreed_chain, greatest
 from .compiling import remarks_on, traced_step
 from .discovery import Discovery, marked
-from .ends import ADAPTIVE, Ends, planned
+from .ends import ADAPTIVE, Ends, finishing, planned
 from .errors import InfeasibleBudget, StepError
 from .gauges import OnDevice
 from .kept import left_alone
@@ -47,7 +47,7 @@ _traced: Recent[Hashable, Traced | str] = Recent(_KEPT)
 _costs: Recent[Hashable, Costs] = Recent(_KEPT)
 _arrived: Recent[Hashable, Arrivals] = Recent(_KEPT)
 _lasts: Recent[Hashable, list[int]] = Recent(_KEPT)
-_plans: Recent[Hashable, Plan] = Recent(_KEPT)
+_plans: Recent[Hashable, tuple[Plan, bool]] = Recent(_KEPT)
 _agreed: Recent[Hashable, Plan] = Recent(_KEPT)
 _groups: dict[Hashable, tuple[str, ...]] = {}  # in which a step communicates, by its code
 
@@ -91,14 +91,6 @@ def _survey_of(call: Call) -> Needed:
     return _surveys.recall((call.key(), call.length), lambda: by_itself(job, call.surroundings))
 
 
-def look_once(call: Call) -> Callable[[], None] | None:
-    """For steps of which no backward has looked at so many yet: what it calls when it has."""
-    if call.traced is not None:  # the graph is that of every step
-        return None
-    key, length = call.key(), call.length
-    return partial(_looked.put, key, length) if _looked.get(key, 0) < length else None
-
-
 class Planned(NamedTuple):
     """A call's plan.
 
@@ -107,23 +99,31 @@ class Planned(NamedTuple):
         plan: the plan.
         sparing: how it does without room for some gradients; None: it has room for all.
         ends: what both ends of the loop take if any gradient arrives, where that matters.
+        finishing_bytes: what the first step's backward takes where sums of gradients lie turned.
+        turned: whether the plan has room for that.
         key: what the call's arriving gradients are remembered by.
+        looked: if the backward shall look at every range, what it calls when it has.
     """
 
     nature: Nature
     plan: Plan
     sparing: Sparing | None = None
     ends: Ends | None = None
+    finishing_bytes: int = 0
+    turned: bool = False
     key: Hashable = None
+    looked: Callable[[], None] | None = None
 
-    def with_room(self, adjoint: Leaves, stacked: Leaves) -> Plan | None:
-        """The plan to run the loop once more by, if these gradients do not fit into this one; None: they do."""
+    def with_room(self, adjoint: Leaves, stacked: Leaves) -> Planned | None:
+        """What to run the loop once more by, if these gradients do not fit into this one; None: they do."""
         if self.sparing is None or self.ends is None:
             return None
         limit = self.plan.budget_bytes
         if self.sparing.finds_room(adjoint, stacked, limit - self.plan.peak_bytes):
             return None
-        return planned(self.sparing.again, self.ends, limit, "auto", plan)
+        made = planned(self.sparing.again, self.ends, limit, "auto", plan)
+        made, turned = _turned(made, self.sparing.again, self.ends, self.finishing_bytes)
+        return self._replace(plan=made, turned=turned)
 
 
 def plan_of(call: Call, budget: int | str | None, planner: str) -> Planned:
@@ -174,7 +174,8 @@ def _planned(call: Call, nature: Nature, limit: int, planner: str) -> Planned:
         chain = _chain(call, nature, limit, key)
         more = _ends(call, nature, None, key).most_bytes  # added up, as sizes may differ
         chain = msgspec.structs.replace(chain, output_bytes=chain.output_bytes + more)
-        return Planned(nature, _agreed.recall(agreed, lambda: plan(agreed_chain(groups, chain), limit, planner)))
+        made = _agreed.recall(agreed, lambda: plan(agreed_chain(groups, chain), limit, planner))
+        return Planned(nature, made, looked=_look_once(call))
     chain = _chain(call, nature, limit, key)
     spared = _sparing(call, nature, limit, key) if planner in ADAPTIVE else None
     if spared is not None:
@@ -184,9 +185,29 @@ def _planned(call: Call, nature: Nature, limit: int, planner: str) -> Planned:
     ends = _ends(call, nature, spared and spared.arriving, key)
     fixed = chain.output_bytes, chain.output_gradient_bytes, chain.input_gradient_bytes, ends
     like = *key, remarks, call.length, *fixed, limit, planner
-    make = lambda: replace(planned(chain, ends, limit, planner, plan), remarks=remarks)  # noqa: E731
+    finishing_bytes = 0 if call.traced is None else _costs[key].finishing_bytes
+
+    def make() -> tuple[Plan, bool]:
+        made = replace(planned(chain, ends, limit, planner, plan), remarks=remarks)
+        return _turned(made, chain, ends, finishing_bytes)
+
     every = _ends(call, nature, None, key) if spared else None
-    return Planned(nature, _plans.recall(like, make), spared, every, call.key())
+    made, turned = _plans.recall(like, make)
+    return Planned(nature, made, spared, every, finishing_bytes, turned, call.key(), _look_once(call))
+
+
+def _look_once(call: Call) -> Callable[[], None] | None:
+    """For steps of which no backward has looked at so many yet: what it calls when it has."""
+    if call.traced is not None:  # the graph is that of every step
+        return None
+    key, length = call.key(), call.length
+    return partial(_looked.put, key, length) if _looked.get(key, 0) < length else None
+
+
+def _turned(made: Plan, chain: Chain, ends: Ends, finishing_bytes: int) -> tuple[Plan, bool]:
+    """The plan, with its peak as it will be; and whether it has room for sums of gradients that lie turned."""
+    found = finishing(made, chain, ends, finishing_bytes) if finishing_bytes else None
+    return (made, False) if found is None else (found, True)
 
 
 def _sparing(call: Call, nature: Nature, limit: int, key: Hashable) -> Sparing | None:
@@ -244,21 +265,20 @@ def _trace(call: Call, nature: Nature) -> tuple[tuple[Hashable, ...], tuple[tupl
 
 def _menu_costs(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) -> Costs:
     """The costs of one step, with every entry of its menu if it has one."""
-    groups = _groups.get(call.codes, ())
+    measured = partial(measure_step, call, nature, limit, input_gradient_bytes, OnDevice(call.device))
+    measured = partial(measured, groups=_groups.get(call.codes, ()))
     if call.traced is None:
-        return measure_step(call, nature, limit, input_gradient_bytes, OnDevice(call.device), groups=groups)
-    found = []
-    for entry in range(len(call.traced.menu)):
-        call.entry = entry
-        found.append(measure_step(call, nature, limit, input_gradient_bytes, OnDevice(call.device), groups=groups))
-    call.entry = 0
+        return measured()
+    found = [measured(entry=entry) for entry in range(len(call.traced.menu))]
     names = [menu.entry.name for menu in call.traced.menu]
     tapes = [
         msgspec.structs.replace(tape, name=name)
         for name, tape in zip(names, (costs.stage.menu[0] for costs in found), strict=True)
     ]
     stage = msgspec.structs.replace(found[0].stage, menu=tuple(tapes))
-    return replace(found[0], stage=stage, state_bytes=found[0].state_bytes + call.traced.shared_bytes)
+    state_bytes = found[0].state_bytes + call.traced.shared_bytes
+    finishing_bytes = max(costs.finishing_bytes for costs in found)
+    return replace(found[0], stage=stage, state_bytes=state_bytes, finishing_bytes=finishing_bytes)
 
 
 def _ends(call: Call, nature: Nature, arriving: Arrivals | None, key: Hashable) -> Ends:
@@ -282,12 +302,8 @@ def _ends(call: Call, nature: Nature, arriving: Arrivals | None, key: Hashable) 
 def _last_backwards(call: Call, nature: Nature, arriving: Arrivals) -> list[int]:
     """Most bytes that the backward of the last step takes, by entry of the step's menu, where such gradients arrive."""
     assert call.traced is not None
-    gauge, found = OnDevice(call.device), []
-    for entry in range(len(call.traced.menu)):
-        call.entry = entry
-        found.append(measure_last(call, nature, arriving, gauge))
-    call.entry = 0
-    return found
+    gauge, entries = OnDevice(call.device), range(len(call.traced.menu))
+    return [measure_last(call, nature, arriving, gauge, entry) for entry in entries]
 
 
 def _surveyed(call: Call, nature: Nature) -> Needed:

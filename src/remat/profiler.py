@@ -78,6 +78,8 @@ class Costs:
         state_bytes: bytes of the states that are kept all the time: those at the start and those after the
             forward.
         first_pass_bytes: bytes of the states that are held until the forward is over, as nothing changes them.
+        finishing_bytes: most bytes of the first step's backward, after which gradients are handed out, where that of
+            another step takes `backward_workspace_bytes`.
     """
 
     stage: Stage
@@ -88,6 +90,7 @@ class Costs:
     state_bytes: int = 0
     sparse_gradient_bytes: int = 0
     first_pass_bytes: int = 0
+    finishing_bytes: int = 0
 
     def chain(self, length: int, input_gradient_bytes: int) -> Chain:
         """The chain of `length` such steps."""
@@ -339,6 +342,7 @@ def _costs(
 ) -> Costs:
     carry, peak = max(singly[0].net_bytes, 0), singly[0].peak_bytes
     stored = max(carry, sizes.moved_bytes) + aside.stored
+    finishing = _phase(singly, Backward(0, 1)).peak_bytes + carry + aside.stored - tape.leaving_bytes
     return Costs(
         Stage(stored, (tape,), forward_s=advance_s, workspace_bytes=max(peak - carry, 0) + _SCALARS),
         sizes.output_bytes,
@@ -348,4 +352,5 @@ def _costs(
         2 * aside.states,
         -(-parameters[1] // STEPS),
         aside.unmoved,
+        finishing + _SCALARS,
     )

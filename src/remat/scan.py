@@ -16,18 +16,17 @@ from torch.nn.utils.rnn import PackedSequence
 from .accumulators import keep_accumulators
 from .ambient import States, is_transformed, opaque, recomputing
 from .arrivals import Arrivals
-from .calls import Call, Nature
+from .calls import Call
 from .errors import KeptTensors, LateChange, LateGradient, StepError
 from .inputs import Inputs, checked_lengths, fetched, masked, packed_lengths, packed_like
 from .interpreter import Interpreter
 from .kept import left_alone, left_if_stopped
-from .knowledge import Planned, learn, learn_arrivals, look_once, nature_of, plan_of
+from .knowledge import Planned, learn, learn_arrivals, nature_of, plan_of
 from .loops import Loop, Outputs, Step
 from .missed import MissedTensors
 from .plans import Plan
 from .recorded import needs_gradient, places_of
 from .silence import silence
-from .traced.products import has_room_to_turn
 from .trees import Leaves
 
 
@@ -173,21 +172,11 @@ def _once(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]
     call.leave_unread(planned.nature.unread)
     if not any(map(needs_gradient, call.tensors())):
         return _plain(call)
-    call.looked = look_once(call)
-    call.turned = call.traced is None or _can_turn(call, planned)
     packing = _Packing()
     flat = _Scan.apply(call, planned, packing, *call.tensors())
     del accumulators  # the node keeps them now
     call.release()
     return packing.unpack(flat)
-
-
-def _can_turn(call: Call, planned: Planned) -> bool:
-    """Whether at the end, beside all gradients, a large one can be copied."""
-    chain = planned.plan.chain
-    beside_bytes = chain.output_bytes + chain.output_gradient_bytes + chain.input_gradient_bytes
-    beside_bytes += 4 * sum(planned.nature.carry_bytes)  # the last adjoint, what it was made of, and layouts
-    return has_room_to_turn(call.captured, beside_bytes, planned.plan.peak_bytes)
 
 
 def _plain(call: Call) -> tuple[Any, Any]:
@@ -282,7 +271,7 @@ class _Scan(torch.autograd.Function):
         states = States(call.sources, call.streams | nature.needed.changes, nature.needed.changes)
         outputs = Outputs(call.length)
         try:
-            run, loop, carry = _forward(call, nature, planned.plan, states, outputs, tensors)
+            run, loop, carry = _forward(call, planned, states, outputs, tensors)
             call.check_needs(loop, nature)
             run.settle()
         except _RESTARTS:
@@ -318,12 +307,12 @@ class _Scan(torch.autograd.Function):
             if run is None:
                 with call.surroundings.entered(), recomputing():
                     states.restore(states.start)
-                    run, loop, _ = _forward(call, planned.nature, again or planned.plan, states, None, tensors)
-            if call.looked is not None:
+                    run, loop, _ = _forward(call, again or planned, states, None, tensors)
+            if planned.looked is not None:
                 call.look_at_all(run)
             found = run.backward(adjoint, stacked)
-            if call.looked is not None:
-                call.looked()
+            if planned.looked is not None:
+                planned.looked()
         if not _autograd._get_current_graph_task_keep_graph():
             ctx.call = ctx.states = None  # a step may lead to what leads here
         inputs = iter(loop.input_gradients())
@@ -332,12 +321,13 @@ class _Scan(torch.autograd.Function):
 
 
 def _forward(
-    call: Call, nature: Nature, made: Plan, states: States, outputs: Outputs | None, tensors: Sequence[torch.Tensor]
+    call: Call, planned: Planned, states: States, outputs: Outputs | None, tensors: Sequence[torch.Tensor]
 ) -> tuple[Interpreter, Loop, Leaves]:
     """The schedule up to its first backward action, on the tensors that autograd has in its keeping."""
     carry, inputs = call.bound(tensors)
     loop = call.loop(outputs, carry, inputs)
-    run = call.interpreter(loop, nature, iter(made.schedule), carry, states, call.length)
+    schedule = iter(planned.plan.schedule)
+    run = call.interpreter(loop, planned.nature, schedule, carry, states, call.length, turned=planned.turned)
     final = run.forward()
     if outputs is not None:
         outputs.flush()

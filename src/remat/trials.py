@@ -35,10 +35,11 @@ class Trials:
         call, nature: the step.
         arrivals: which gradients arrive from outside; None: all that can. They are then held until all trials are over,
             as the engine holds those that arrive for a loop.
+        entry: of the step's menu, if it has one.
     """
 
-    def __init__(self, call: Call, nature: Nature, arrivals: Arrivals | None = None) -> None:
-        self.call, self.arrivals = call, arrivals
+    def __init__(self, call: Call, nature: Nature, arrivals: Arrivals | None = None, entry: int = 0) -> None:
+        self.call, self.arrivals, self._entry = call, arrivals, entry
         self.outputs = Outputs(STEPS)
         self.loop = call.loop(self.outputs, call.carry, call.inputs.leaves)
         self.states = States(call.sources, nature.needed.changes)
@@ -52,7 +53,7 @@ class Trials:
         """A fresh one."""
         self.outputs.flush()  # what waits from the trial before must not be released in the next
         self.states.restart()
-        run = self.call.interpreter(self.loop, self.nature, iter(()), self.carry, self.states, STEPS)
+        run = self.call.interpreter(self.loop, self.nature, iter(()), self.carry, self.states, STEPS, entry=self._entry)
         return Trial(run, self._arriving)
 
     def _arriving(self) -> Gradients:
@@ -94,11 +95,12 @@ def measure_step(
     input_gradient_bytes: int,
     gauge: Gauge,
     *,
+    entry: int = 0,
     rounds: int = ROUNDS,
     groups: tuple[str, ...] = (),
 ) -> Costs:
-    """The costs of one step, measured in small runs on copies of the carry."""
-    trials = Trials(call, nature)
+    """The costs of one step, with one entry of its menu, measured in small runs on copies of the carry."""
+    trials = Trials(call, nature, entry=entry)
 
     def room_bytes(costs: Costs) -> int:
         room = limit - smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
@@ -107,9 +109,9 @@ def measure_step(
     return trials.measured(lambda: profile(trials.start, nature.sizes, gauge, room_bytes, rounds=rounds))
 
 
-def measure_last(call: Call, nature: Nature, arrivals: Arrivals, gauge: Gauge) -> int:
+def measure_last(call: Call, nature: Nature, arrivals: Arrivals, gauge: Gauge, entry: int) -> int:
     """Most bytes that the backward of a loop's last step takes where such gradients arrive, those not counted."""
-    trials = Trials(call, nature, arrivals)
+    trials = Trials(call, nature, arrivals, entry)
     return trials.measured(lambda: last_backward_bytes(trials.start, gauge))
 
 

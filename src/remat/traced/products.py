@@ -52,12 +52,6 @@ def through_onednn(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def has_room_to_turn(weights: Sequence[torch.Tensor], beside_bytes: int, peak_bytes: int) -> bool:
-    """Whether sums may lie turned: at the end each is copied, beside all others, to lie as its weight does."""
-    turned = max((w.nbytes for w in weights if _gains(w) and w.shape[0] > w.shape[1]), default=0)
-    return sum(w.nbytes for w in weights) + turned + beside_bytes <= peak_bytes
-
-
 def blank_sum(value: torch.Tensor, *, turned: bool) -> torch.Tensor:
     """A sum of products of such a value, laid out as `add_product` gains most by, if it may."""
     settings: dict[str, Any] = {"dtype": value.dtype, "device": value.device}

@@ -41,11 +41,11 @@ class TracedRanges:
         captured: Captured,
         firsts: Sequence[int],
         entry: int = 0,
+        turned: bool = True,
     ) -> None:
-        self.turned = True
         self.stages, self.length, self.captured, self._firsts = stages, length, captured, firsts
         self.output_gradients: dict[int, torch.Tensor] = {}
-        self._first_entry = entry
+        self._first_entry, self._turned = entry, turned
         self._ways: dict[int, Way] = {}
         self._sums: Sums | None = None
 
@@ -143,7 +143,7 @@ class TracedRanges:
         with as_traced():
             if self._sums is None:  # one for all entries, whose terms are the same
                 reached = way.menu.reached(arriving, self.length)
-                self._sums = Sums(way.menu, reached, self.stages.shared, turned=self.turned)
+                self._sums = Sums(way.menu, reached, self.stages.shared, turned=self._turned)
             there = Pass(way, self._sums, tape, arriving, self.output_gradients, self.length).run(there)
             tape.stacks.clear()
             tape.views.clear()

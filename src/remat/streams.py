@@ -5,37 +5,47 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Final
 
 import torch
 
 from .ambient import Source
 
-Value = TypeVar("Value")
-
 # PyTorch makes the tensor of a generator's state with the generator's mutex in hand. That may start Python's garbage
 # collector, and whatever runs then may let another thread go on: should that want the same mutex, it waits for it with
 # the GIL in hand, and neither goes on. A lock of Python's is waited for without the GIL.
 _generators = threading.RLock()
+_ON_CPU: Final = ("cpu", "meta")  # what draws from the CPU's stream, or from none
 
 
-def one_at_a_time(function: Callable[..., Value]) -> Callable[..., Value]:
-    """The same function of PyTorch's generators, in one thread at a time."""
+def random_state(generator: torch.Generator | torch.device) -> torch.Tensor:
+    """The state of a generator, or of a device's default one: bytes on the CPU."""
+    with _generators:
+        if isinstance(generator, torch.Generator):
+            return generator.get_state()
+        if generator.type in _ON_CPU:
+            return torch.default_generator.get_state()
+        found: torch.Tensor = torch.get_device_module(generator).get_rng_state(generator)
+        return found
 
-    @wraps(function)
-    def run(*args: Any) -> Value:
-        with _generators:
-            return function(*args)
 
-    return run
+def set_random_state(generator: torch.Generator | torch.device, state: torch.Tensor) -> None:
+    """Put such a state back."""
+    with _generators:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif generator.type in _ON_CPU:
+            torch.default_generator.set_state(state)
+        else:
+            torch.get_device_module(generator).set_rng_state(state, generator)
 
 
 def random_sources(devices: Iterable[torch.device], owned: Iterable[object] = ()) -> tuple[Source, ...]:
     """The streams that a stage may draw from: PyTorch's on the CPU and on `devices`, Python's, NumPy's, its own."""
-    others = sorted({device for device in devices if device.type not in ("cpu", "meta")}, key=str)
-    sources = [_torch_source("torch", torch.default_generator), *map(_device_source, others)]
+    others = sorted({device for device in devices if device.type not in _ON_CPU}, key=str)
+    sources = [_torch_source("torch", torch.default_generator), *(_torch_source(str(each), each) for each in others)]
     sources.append(_python_source("random", random))
     if "numpy" in sys.modules:
         sources.append(_numpy_source("numpy.random", sys.modules["numpy"].random))
@@ -57,18 +67,8 @@ def is_random_source(value: object) -> bool:
     )
 
 
-def _device_source(device: torch.device) -> Source:
-    module = torch.get_device_module(device)
-    return Source(
-        str(device),
-        one_at_a_time(lambda: module.get_rng_state(device)),
-        one_at_a_time(lambda state: module.set_rng_state(state, device)),
-        torch.equal,
-    )
-
-
-def _torch_source(name: str, generator: torch.Generator) -> Source:
-    return Source(name, one_at_a_time(generator.get_state), one_at_a_time(generator.set_state), torch.equal)
+def _torch_source(name: str, generator: torch.Generator | torch.device) -> Source:
+    return Source(name, partial(random_state, generator), partial(set_random_state, generator), torch.equal)
 
 
 def _python_source(name: str, stream: Any) -> Source:

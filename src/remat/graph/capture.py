@@ -14,8 +14,9 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from ..streams import random_state
 from .graphs import Graph, Kind, Node, Storage
-from .op_costs import Cost, estimated, hint, measured, random_state, tensors_of
+from .op_costs import Cost, estimated, hint, measured, tensors_of
 
 _CUDA_UNIT: Final = 512  # the caching allocator rounds up to it
 _COLLECTIVES: Final = (

@@ -15,23 +15,14 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from ..streams import one_at_a_time
+from ..streams import random_state, set_random_state
 from .capture import is_batch_norm_in_training
 from .graphs import Graph, Kind, Program
 from .inplace_ops import overwriting
 from .liveness import uses
-from .op_costs import random_state, tensors_of
+from .op_costs import tensors_of
 
 SEGMENT: Final = "remat_segment"  # in an emitted node's `meta`: the segment that it belongs to
-
-
-@one_at_a_time
-def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Put such a state back."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 def draw_again(state: torch.Tensor, device: torch.device, op: Any, *args: Any, **kwargs: Any) -> Any:

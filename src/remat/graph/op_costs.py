@@ -15,8 +15,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..ambient import States
 from ..meter import metering
-from ..streams import one_at_a_time
+from ..streams import random_sources, random_state
 
 _FLOPS_PER_S: Final = 5e10
 _BYTES_PER_S: Final = 1e10
@@ -82,9 +83,10 @@ def _stand_in(leaf: object) -> object:
 
 
 def _measure(op: Callable[..., Any], args: Any, kwargs: Any) -> Cost:
-    with _disable_current_modes(), torch.random.fork_rng(enabled=True), torch.no_grad():  # tracing goes on around us
+    device = next((t.device for t in tensors_of((args, kwargs))), torch.device("cpu"))
+    streams = States(random_sources([device]))
+    with _disable_current_modes(), streams.undisturbed(), torch.no_grad():  # tracing goes on around us
         args, kwargs = pytree.tree_map(_stand_in, (args, kwargs))
-        device = next((t.device for t in tensors_of((args, kwargs))), torch.device("cpu"))
         before = random_state(device)
         op(*args, **kwargs)
         draws = not torch.equal(before, random_state(device))
@@ -96,12 +98,6 @@ def _measure(op: Callable[..., Any], args: Any, kwargs: Any) -> Cost:
         workspace = max(0, session.peak_bytes - max(sum(owned.values()), session.net_bytes))
         del result
         return Cost(_seconds(lambda: op(*args, **kwargs), device), workspace, draws)
-
-
-@one_at_a_time
-def random_state(device: torch.device) -> torch.Tensor:
-    """The state of a device's default generator, a tensor of bytes on the CPU."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

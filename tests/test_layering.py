@@ -24,6 +24,7 @@ LAYERS = {
         "ambient",
         "apart",
         "blocks",
+        "boundary_nodes",
         "budgets",
         "captures",
         "casts",

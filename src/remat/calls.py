@@ -308,7 +308,7 @@ class Call:
     def check_end(self, run: Interpreter) -> None:
         """Look at the newest nodes of the last recorded range; every step was looked at once already."""
         if isinstance(run.recorder, AutogradRanges):
-            self.lookout.look(*run.recorder.newest(run.ranges[run.length].tape), _NODES)
+            self.lookout.look(*run.recorder.newest(run.tapes[run.length]), _NODES)
 
     def look_at_all(self, run: Interpreter) -> None:
         """Let the backward check every range before it runs."""

@@ -264,11 +264,11 @@ class _Work:
         run = self.run
         assert run is not None
         assert isinstance(run.recorder, AutogradRanges)
-        for stop, recorded in run.ranges.items():
+        for stop, tape in run.tapes.items():
             block = self.call.blocks[stop - 1]
             if not block.plain:
-                captured = [run.captured.tensors[number] for number in recorded.tape.captured]
-                block.lookout(captured).look(*run.recorder.newest(recorded.tape), _NODES)
+                captured = [run.captured.tensors[number] for number in tape.captured]
+                block.lookout(captured).look(*run.recorder.newest(tape), _NODES)
 
     def _look_at(self, run: Interpreter, index: int) -> None:
         """Let the backward of a block of any kind check its range first."""

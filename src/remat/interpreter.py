@@ -7,8 +7,7 @@ are consumed, is a `Recorder`'s affair.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -35,14 +34,6 @@ class Gradients(NamedTuple):
 
     carry: list[torch.Tensor | None]
     captured: list[torch.Tensor | None]
-
-
-@dataclass(slots=True)
-class _Range:
-    """A recorded range: its tapes, and the carry at its end unless only the range that goes on from it needs that."""
-
-    tape: Any
-    end: Boundary | None
 
 
 class Interpreter:
@@ -80,7 +71,8 @@ class Interpreter:
         self.caller = Boundary(detached(carry), states.start, self.captured.ties(carry))
         self.live: Boundary | None = self._unshared(0, self.caller)
         self.slots: dict[int, Boundary] = {}
-        self.ranges: dict[int, _Range] = {}  # by the carry at their end
+        self.tapes: dict[int, Any] = {}  # of recorded ranges, by the carry at their end
+        self.ends: dict[int, Boundary] = {}  # these carries, but for those that only the next range needs
         self.frontier = 0  # stages from here on have not run yet
         self.done = length  # stages from here on have had their backward
         self.adjoint: list[torch.Tensor | None] = []
@@ -100,8 +92,7 @@ class Interpreter:
             LateChange, StepError: as `States.settle`.
         """
         self.states.settle()
-        ends = (recorded.end for recorded in self.ranges.values())
-        for boundary in (self.caller, self.live, *self.slots.values(), *ends):
+        for boundary in (self.caller, self.live, *self.slots.values(), *self.ends.values()):
             if boundary is not None:
                 boundary.states = self.states.kept(boundary.states)
 
@@ -182,9 +173,7 @@ class Interpreter:
     def _load(self, action: Load) -> None:
         kept = self.slots.get(action.at)
         if kept is None:
-            at_end = self.ranges.get(action.at)
-            kept = self.caller if at_end is None else at_end.end
-        assert kept is not None
+            kept = self.ends[action.at] if action.at else self.caller
         if kept.versions and kept.versions != versions_of(kept.leaves):
             raise StepError(
                 f"the carry that enters step {action.at} was changed in place after it had been stored; "
@@ -200,9 +189,21 @@ class Interpreter:
 
     def _is_first(self, action: Advance | Record) -> bool:
         """Whether stages run for the first time; from now on they have."""
-        first = action.start >= self.frontier
-        self.frontier = max(self.frontier, action.stop)
-        return first
+        if action.start < self.frontier:
+            self.frontier = max(self.frontier, action.stop)
+            return False
+        self.frontier = action.stop
+        return True
+
+    def _running(self, *, first: bool) -> AbstractContextManager[object]:
+        """What stages are run in: no cast crosses their ends, and replays are known for that."""
+        run = _FIRST if first else recomputing()
+        return self._with_own_casts(run) if self.surroundings.casts else run
+
+    @contextmanager
+    def _with_own_casts(self, run: AbstractContextManager[object]) -> Iterator[None]:
+        with self.surroundings.own_cast_cache(), run:
+            yield
 
     def _advance(self, action: Advance) -> None:
         if not self.singly:
@@ -213,7 +214,7 @@ class Interpreter:
 
     def _advance_range(self, action: Advance) -> None:
         first, grad_mode = self._is_first(action), self.grad_mode(action.start)
-        with self.surroundings.own_cast_cache(), _FIRST if first else recomputing():
+        with self._running(first=first):
             carry, ties = self.recorder.advance(action, self._take_live, first=first, grad_mode=grad_mode)
         if first and action.stop == self.length:
             self.final = carry
@@ -226,21 +227,22 @@ class Interpreter:
         for stage in range(action.start, action.stop):
             self._record_range(Record(stage, stage + 1, action.entry))
             if stage > action.start:
-                self.ranges[stage].end = None  # inside a range, tapes alone keep the carry
+                del self.ends[stage]  # inside a range, tapes alone keep the carry
 
     def _record_range(self, action: Record) -> None:
         first = self._is_first(action)
-        with self.surroundings.own_cast_cache(), _FIRST if first else recomputing():
+        with self._running(first=first):
             recording = self.recorder.record(action, self._take_live, first=first)
         if first and action.stop == self.length:
             self.final = recording.carry
         end = Boundary(detached(recording.carry), self.states.take(), recording.ties)
-        self.ranges[action.stop] = _Range(recording.tape, end)
+        self.tapes[action.stop], self.ends[action.stop] = recording.tape, end
         self.live = self._unshared(action.stop, end)
 
     def _backward(self, action: Backward) -> None:
         self.live = None
-        tape = self.ranges.pop(action.stop).tape  # its end goes
+        self.ends.pop(action.stop, None)
+        tape = self.tapes.pop(action.stop)
         adjoint, self.adjoint = self.adjoint, []
         self.adjoint = self.recorder.backward(tape, adjoint)
         self.done = action.start

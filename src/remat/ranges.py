@@ -13,28 +13,29 @@ import torch
 from torch.autograd import graph
 
 from .ambient import States, Surroundings, recomputing
+from .boundary_nodes import Resumption, autograd_on, enter
 from .casts import cast_edge, stopped
 from .errors import StepError
 from .recorded import (
     UNTIED,
     Boundary,
-    Enter,
     Given,
     RecordedRange,
-    Resume,
     Root,
     Ties,
     can_need,
     copied,
     detached,
-    edge_of,
+    flat,
     followed,
+    hand_over,
     needs_gradient,
     places_of,
     root_of,
     sequence_number,
     start_of_sums,
     summed,
+    unflat,
 )
 from .schedules import Advance, Record
 from .selective import recording, storages_of
@@ -82,6 +83,8 @@ class AutogradRanges:
         self.look: Callable[[list[Any], list[torch.Tensor], int], None] | None = None
         self.anchor = torch.zeros((), requires_grad=True)
         self._one = torch.ones(())
+        self._resumption: Resumption | None = None
+        self._places: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @cached_property
     def _alive(self) -> frozenset[int]:
@@ -148,41 +151,68 @@ class AutogradRanges:
 
     def record(self, action: Record, take: Callable[[], Boundary], *, first: bool) -> Recording:
         """See `Recorder`."""
-        stages = self.stages
+        stages, captured = self.stages, self.captured
         run = stages.run if action.entry == WHOLE else self._run_selectively
         born = sequence_number()
-        with torch.enable_grad():
+        roots: list[tuple[int, int, Root]] = []
+        wanted: list[tuple[int, list[torch.Tensor]]] = []
+        with autograd_on():
             recorded, carry, given, ties = self._enter(action, take())  # the graph keeps of it what it needs
             recorded.first_sequence = born
             entered: dict[int, int] = {}  # by id the leaves that entered, as long as they are handed on
             if not self.copies(action.start):
-                entered = {id(carry[place]): place for place, _ in recorded.entering}
+                entered = {id(carry[place]): place for place in recorded.entering}
             for index in range(action.start, action.stop):
                 before = carry
                 inputs = stages.inputs(index, recording=True)
                 if aliases := [leaf for leaf in inputs if needs_gradient(leaf)]:
-                    recorded.inputs.append((index, aliases))
+                    wanted.append((index, aliases))
                 del aliases
                 carry, outputs = run(index, before, inputs, first=first)
-                given += self._take_outputs(recorded, index, outputs, entered)
+                given += self._take_outputs(roots, index, outputs, entered)
                 ties = self._followed(ties, index, before, outputs, carry)
                 if entered:
                     entered = {id(leaf): entered[id(leaf)] for leaf in carry if id(leaf) in entered}
                 del before
                 if first:
                     stages.emit(index, outputs)
-                    self.captured.note(index, outputs)
+                    captured.note(index, outputs)
                 del outputs  # or it would live through the next stage
-            self._hand_over(recorded, given, entered, carry, ties)
-            edges = ((number, cast_edge(self.captured.tensors[number])) for number in self.captured.copied)
-            recorded.casts = [(number, edge) for number, edge in edges if edge is not None]
-            recorded.captured = self.captured.numbers(action.start, action.stop)
-            recorded.resumed = self.captured.shared(recorded.captured)
+            if wanted:
+                recorded.inputs = wanted
+            if roots:  # the plain run's newest stack adds first, from the first stage to the last
+                recorded.outputs = sorted(roots, key=lambda root: -root[0])
+            if given or ties.given:
+                hand_over(recorded, given, entered, carry, ties, self.needs(action.stop), self.length)
+            if captured.copied:
+                edges = ((number, cast_edge(captured.tensors[number])) for number in captured.copied)
+                recorded.casts = [(number, edge) for number, edge in edges if edge is not None]
+            recorded.captured = captured.numbers(action.start, action.stop)
+            recorded.resumed = captured.shared(recorded.captured)
+            recorded.next_sequence = sequence_number()
             if recorded.resumed:
-                resumed = (self.captured.tensors[number] for number in recorded.resumed)
-                recorded.resume = Resume.apply(recorded.box, self.anchor, *resumed)
+                if not captured.is_alike:
+                    recorded.resume = self._resumption_of(recorded)
+                elif action.stop == self.length:
+                    self._shared_resumption(recorded)
         self._leave(recorded, carry, ties)
         return Recording(recorded, carry, ties)
+
+    def _resumption_of(self, tape: RecordedRange) -> Resumption:
+        return Resumption(self.anchor, [self.captured.tensors[number] for number in tape.resumed])
+
+    def _shared_resumption(self, tape: RecordedRange) -> Resumption:
+        """What hands in the sums for a range of stages that all use the same tensors: a node newer than its own.
+
+        Numbers of nodes are counted thread by thread. One is made when the last stage is recorded, for all ranges of
+        the first pass, by the thread that recorded them. A newer range is one that the thread of the backward has
+        recorded since, and so is what is made for it now.
+        """
+        found = self._resumption
+        if found is None or found.sequence < tape.next_sequence:
+            with autograd_on():
+                found = self._resumption = self._resumption_of(tape)
+        return found
 
     def _run_selectively(self, index: int, carry: Leaves, inputs: Leaves, *, first: bool) -> tuple[Leaves, Leaves]:
         """Stage `index` with a selective tape, which keeps the carry and its states for the replay."""
@@ -206,26 +236,25 @@ class AutogradRanges:
     def _enter(self, action: Record, boundary: Boundary) -> tuple[RecordedRange, Leaves, list[Given], Ties]:
         """A new graph: its carry, and what the leaves of that are besides."""
         leaves, wanted = self.captured.themselves(boundary), self.needs(action.start)
-        captured = {place for place, _ in boundary.ties.captured}
-        places = [place for place in places_of(leaves) if place not in captured]
-        needs = tuple(wanted[place] and can_need(leaves[place]) for place in places)
-        if any(needs):
-            aliases = Enter.apply(self.anchor, needs, *(leaves[place] for place in places))
-        else:
-            aliases = tuple(leaves[place].detach() for place in places)
-        alias_of = {id(leaves[place]): alias for place, alias in zip(places, aliases, strict=True)}
-        entering = [
-            (place, edge_of(alias)) for place, alias in zip(places, aliases, strict=True) if alias.requires_grad
-        ]
+        places = places_of(leaves)
+        if boundary.ties.captured:
+            captured = {place for place, _ in boundary.ties.captured}
+            places = [place for place in places if place not in captured]
+        tensors = [leaves[place] for place in places]
+        needs = [wanted[place] and can_need(leaf) for place, leaf in zip(places, tensors, strict=True)]
+        aliases = enter(self.anchor, needs, *tensors) if any(needs) else [leaf.detach() for leaf in tensors]
+        alias_of = {id(leaf): alias for leaf, alias in zip(tensors, aliases, strict=True)}
+        entering = self._same([place for place, alias in zip(places, aliases, strict=True) if alias.requires_grad])
+        entered = flat(alias for alias in aliases if alias.requires_grad)
         carry = [alias_of.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        recorded = RecordedRange(action.start, action.stop, len(leaves), entering)
+        recorded = RecordedRange(action.start, action.stop, len(leaves), entering, entered)
         return recorded, self._own(action.start, carry), list(boundary.ties.given), boundary.ties
 
     def _take_outputs(
-        self, recorded: RecordedRange, stage: int, outputs: Leaves, entered: dict[int, int]
+        self, roots: list[tuple[int, int, Root]], stage: int, outputs: Leaves, entered: dict[int, int]
     ) -> list[Given]:
         """Roots for gradients of a stage's outputs; returns those that are leaves of the entering carry (rule 3)."""
-        handed = []
+        handed: list[Given] = []
         for number in reversed(range(len(outputs))):
             leaf = outputs[number]
             if not needs_gradient(leaf) or id(leaf) in self.captured.number_of:
@@ -233,31 +262,8 @@ class AutogradRanges:
             if id(leaf) in entered:
                 handed.append(Given(number, stage, stage + 1, entered[id(leaf)]))
             else:
-                recorded.outputs.append((number, stage, root_of(leaf)))
+                roots.append((number, stage, root_of(leaf)))
         return handed
-
-    def _hand_over(
-        self, recorded: RecordedRange, given: list[Given], entered: dict[int, int], carry: Leaves, ties: Ties
-    ) -> None:
-        """Rule 3: gradients of outputs that are the leaving carry are left to the next range, if there is one."""
-        needs = self.needs(recorded.stop)
-        left = {entered[id(carry[p])]: p for p in places_of(carry) if needs[p] and id(carry[p]) in entered}
-        if recorded.stop < self.length:
-            later = [item for item in ties.given if needs[item.place]]
-            if later:
-                recorded.outputs = [
-                    root
-                    for root in recorded.outputs
-                    if not any(item.output == root[0] and item.start <= root[1] < item.stop for item in later)
-                ]
-        else:
-            recorded.left, left = left, {}
-        there = {place for place, _ in recorded.entering if place not in left}
-        for item in given:
-            if item.place in there:
-                recorded.handed.setdefault(item.place, []).append(item)
-        # The plain run's newest stack adds first, from the first stage to the last.
-        recorded.outputs.sort(key=lambda root: -root[0])
 
     def _leave(self, recorded: RecordedRange, carry: Leaves, ties: Ties) -> None:
         """The end of a graph: roots for its backward."""
@@ -270,16 +276,18 @@ class AutogradRanges:
             )
         recorded.returned = ties.captured
         captured = {place for place, _ in ties.captured}
-        recorded.leaving = [
-            (place, root_of(carry[place]))
-            for place in places_of(carry)
-            if carry[place].requires_grad and place not in captured
-        ]
+        leaving = [place for place in places_of(carry) if carry[place].requires_grad and place not in captured]
+        recorded.leaving = self._same(leaving)
+        recorded.left_by = flat((carry[place] for place in leaving), small=True)
+
+    def _same(self, places: list[int]) -> tuple[int, ...]:
+        """Places as one and the same tuple for all ranges that have them."""
+        return self._places.setdefault(key := tuple(places), key)
 
     def newest(self, tape: RecordedRange) -> tuple[list[Any], list[torch.Tensor], int]:
         """The newest nodes of a range, leaves that belong to it, and the number of its first node."""
         newest = max((stage for _, stage, _ in tape.outputs), default=0)
-        roots = [root for _, root in tape.leaving] + [root for _, stage, root in tape.outputs if stage == newest]
+        roots = unflat(tape.left_by) + [root for _, stage, root in tape.outputs if stage == newest]
         return self._seen_from(roots, tape)
 
     def _seen_from(self, roots: list[Root], tape: RecordedRange) -> tuple[list[Any], list[torch.Tensor], int]:
@@ -305,10 +313,10 @@ class AutogradRanges:
         if self.look is not None:
             self.look(*self._seen_from(roots, tape))
         self._start_sums(tape, roots)
-        if tape.resume is not None:
-            tape.box.gradients = tuple(captured.take(tape.resumed))  # held once: added to in place
-            if any(gradient is not None for gradient in tape.box.gradients):
-                roots.append(tape.resume)
+        if tape.resumed:
+            resume = tape.resume or self._shared_resumption(tape)
+            if resume.give(captured.take(tape.resumed)):
+                roots.append(resume.root)
                 gradients.append(self._one)
         return self._taken(tape, self._run_engine(tape, roots, gradients))
 
@@ -330,13 +338,13 @@ class AutogradRanges:
         """Where gradients go into a range, and those that are there."""
         pairs: list[tuple[Root, torch.Tensor | None]] = []
         if tape.handed:
-            for place, edge in tape.entering:
+            for place, edge in zip(tape.entering, unflat(tape.entered), strict=True):
                 if place in tape.handed:
                     start = None
-                    if place in tape.left:
+                    if tape.left and place in tape.left:
                         start, adjoint[tape.left[place]] = adjoint[tape.left[place]], None
                     pairs.append((edge, summed(start, tape.handed[place], self.output_gradients)))
-        pairs += [(root, adjoint[place]) for place, root in tape.leaving]
+        pairs += zip(unflat(tape.left_by), [adjoint[place] for place in tape.leaving], strict=True)
         gradients = {
             output: stacked[tape.start : tape.stop].unbind()
             for output, stacked in enumerate(self.output_gradients)
@@ -352,13 +360,13 @@ class AutogradRanges:
     def _run_engine(
         self, tape: RecordedRange, roots: list[Root], gradients: list[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
-        wanted: list[Root] = [edge for _, edge in tape.entering]
+        wanted = unflat(tape.entered)
         for _, aliases in tape.inputs:
             wanted += aliases
         wanted += (self.captured.tensors[number] for number in tape.captured)
         if tape.start:
             wanted += (stopped(edge) for _, edge in tape.casts)
-        tape.leaving, tape.outputs, tape.resume = [], [], None
+        tape.left_by, tape.outputs, tape.resume = (), (), None
         if not wanted:
             return ()
         # What torch.autograd.grad does after checks that cost as much as a small step: keep nothing, build nothing on
@@ -372,7 +380,7 @@ class AutogradRanges:
         """Gradients to where they belong; returns those of the entering carry."""
         stream = iter(found)
         entering: list[torch.Tensor | None] = [None] * tape.width
-        for place, _ in tape.entering:
+        for place in tape.entering:
             entering[place] = next(stream)
         for stage, aliases in tape.inputs:
             self.stages.take_input_gradients(stage, [next(stream) for _ in aliases])

@@ -26,15 +26,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.torch_version import TorchVersion
 
+from .boundary_nodes import Resumption
 from .trees import Leaves
 
 Root = torch.Tensor | GradientEdge
@@ -85,81 +86,48 @@ class Boundary:
     versions: tuple[int, ...] = ()
 
 
-class Box:
-    """What `Resume` hands back: filled just before the backward call, emptied by it."""
-
-    __slots__ = ("gradients",)
-
-    def __init__(self) -> None:
-        self.gradients: tuple[torch.Tensor | None, ...] = ()
-
-
 @dataclass(slots=True)
 class RecordedRange:
     """A recorded range: where its graph is entered and left.
 
+    With thousands of ranges, Python's garbage collector looks at all that they keep: what is empty is no container of
+    its own, and edges lie flat (`flat`).
+
     Attributes:
         start, stop: the stages are start … stop−1.
         width: how many leaves the entering carry has.
-        entering: (leaf, edge) where gradients of the entering carry come out, equal leaves once.
+        entering, entered: the leaves of the entering carry of which gradients come out, equal ones once, and where.
         handed: by leaf of the entering carry the outputs whose gradients its sum begins with (rule 3).
         left: where leaves that `handed` knows stand in the leaving carry, if that is the last of all.
-        leaving: (leaf, root) where gradients of the leaving carry go in, equal leaves once.
+        leaving, left_by: the leaves of the leaving carry whose gradients go in, equal ones once, and where.
         returned: (leaf, number) wherever a leaf of the leaving carry is a captured tensor.
         outputs: (output, stage, root) where gradients of outputs go in.
         inputs: (stage, aliases of inputs that need a gradient).
         captured: the captured tensors that it may use, by number.
         resumed: those whose sums `Resume` hands in.
         casts: (number, edge) where gradients flow into autocast's copies of captured tensors.
-        box, resume: what `Resume` hands in, and the root that makes it run.
-        first_sequence: autograd nodes with a smaller sequence number were made before.
+        resume: what hands their sums in; None: what all ranges share.
+        first_sequence, next_sequence: its autograd nodes have sequence numbers from the first to below the next.
     """
 
     start: int
     stop: int
     width: int
-    entering: list[tuple[int, GradientEdge]]
-    handed: dict[int, list[Given]] = field(default_factory=dict)
-    left: dict[int, int] = field(default_factory=dict)
-    leaving: list[tuple[int, Root]] = field(default_factory=list)
+    entering: tuple[int, ...]
+    entered: tuple[Any, ...]
+    handed: Mapping[int, Sequence[Given]] | None = None
+    left: Mapping[int, int] | None = None
+    leaving: tuple[int, ...] = ()
+    left_by: tuple[Any, ...] = ()
     returned: tuple[tuple[int, int], ...] = ()
-    outputs: list[tuple[int, int, Root]] = field(default_factory=list)
-    inputs: list[tuple[int, list[torch.Tensor]]] = field(default_factory=list)
+    outputs: Sequence[tuple[int, int, Root]] = ()
+    inputs: Sequence[tuple[int, list[torch.Tensor]]] = ()
     captured: tuple[int, ...] = ()
     resumed: tuple[int, ...] = ()
-    casts: list[tuple[int, GradientEdge]] = field(default_factory=list)
-    box: Box = field(default_factory=Box)
-    resume: torch.Tensor | None = None
+    casts: Sequence[tuple[int, GradientEdge]] = ()
+    resume: Resumption | None = None
     first_sequence: int = 0
-
-
-class Enter(torch.autograd.Function):
-    """Aliases of tensors as outputs of one node, where gradients of a range come out; it never runs backward."""
-
-    @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, needs: tuple[bool, ...], *leaves: torch.Tensor) -> Any:
-        aliases = tuple(leaf.detach() for leaf in leaves)
-        ctx.mark_non_differentiable(*(a for a, need in zip(aliases, needs, strict=True) if not need))
-        return aliases
-
-    @staticmethod
-    def backward(_ctx: Any, *_: torch.Tensor) -> Any:
-        raise AssertionError("the engine stops at the edges of this node")
-
-
-class Resume(torch.autograd.Function):
-    """Applied last, run first: gives each tensor the gradient that its sum starts with."""
-
-    @staticmethod
-    def forward(ctx: Any, box: Box, anchor: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        ctx.box = box
-        ctx.set_materialize_grads(False)
-        return anchor.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        gradients, ctx.box.gradients = ctx.box.gradients, ()
-        return None, None, *gradients
+    next_sequence: int = 0
 
 
 _hidden = threading.local()  # .tensors: ids of those whose hooks are set aside in this thread, with repetitions
@@ -279,6 +247,29 @@ def root_of(tensor: torch.Tensor) -> Root:
     return tensor if tensor.nbytes <= _SMALL or tensor.grad_fn is None else edge_of(tensor)
 
 
+def flat(tensors: Iterable[torch.Tensor], *, small: bool = False) -> tuple[Any, ...]:
+    """Where gradients of tensors go in or come out, two entries each: a node and the number of its output.
+
+    Where that would not do, the root itself and −1: an edge that has to keep its graph alive, or the tensor, if `small`
+    ones may be their own roots.
+    """
+    found: list[Any] = []
+    for tensor in tensors:
+        if small and (tensor.nbytes <= _SMALL or tensor.grad_fn is None):
+            found += (tensor, -1)
+        elif _NODES_OWN_GRAPHS:
+            found += (tensor.grad_fn, tensor.output_nr)
+        else:
+            found += (edge_of(tensor), -1)
+    return tuple(found)
+
+
+def unflat(flat: Sequence[Any]) -> list[Root]:
+    """The roots again."""
+    pairs = zip(flat[::2], flat[1::2], strict=True)
+    return [node if number < 0 else GradientEdge(node, number) for node, number in pairs]
+
+
 def places_of(leaves: Leaves) -> list[int]:
     """The leaves that are tensors, each tensor at its first place only (rule 5)."""
     if len(leaves) == 1:
@@ -337,6 +328,43 @@ def followed(ties: Ties, stage: int, before: Leaves, outputs: Leaves, after: Lea
     if not number_of.keys().isdisjoint(places):
         captured = tuple((place, number_of[key]) for key, place in places.items() if key in number_of)
     return Ties(tuple(given), captured) if given or captured else UNTIED
+
+
+def hand_over(
+    recorded: RecordedRange,
+    given: Iterable[Given],
+    entered: dict[int, int],
+    carry: Leaves,
+    ties: Ties,
+    needs: Sequence[bool],
+    length: int,
+) -> None:
+    """Rule 3: gradients of outputs that are the leaving carry are left to the next range, if there is one.
+
+    Args:
+        recorded: the range, its outputs known.
+        given: outputs that are leaves of its entering carry.
+        entered: leaves of the entering carry that are handed on to its end, by id.
+        carry, ties, needs: the leaving carry, what its leaves are besides, and which of them need a gradient.
+        length: how many stages there are.
+    """
+    left = {entered[id(carry[p])]: p for p in places_of(carry) if needs[p] and id(carry[p]) in entered}
+    if recorded.stop < length:
+        later = [item for item in ties.given if needs[item.place]]
+        if later:
+            recorded.outputs = [
+                root
+                for root in recorded.outputs
+                if not any(item.output == root[0] and item.start <= root[1] < item.stop for item in later)
+            ]
+    else:
+        recorded.left, left = left, {}
+    there = {place for place in recorded.entering if place not in left}
+    handed: dict[int, list[Given]] = {}
+    for item in given:
+        if item.place in there:
+            handed.setdefault(item.place, []).append(item)
+    recorded.handed = handed
 
 
 def summed(

@@ -40,6 +40,11 @@ class Captured:
                 self.first.setdefault(number, stage)
                 self.last[number] = stage
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether every stage may use all of them."""
+        return self._used is None
+
     def numbers(self, start: int, stop: int) -> tuple[int, ...]:
         """Of those that stages start … stop−1 may use."""
         if self._used is None:

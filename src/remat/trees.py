@@ -37,7 +37,7 @@ class Structure:
         Raises:
             Mismatch: `value` has another structure; the message says where.
         """
-        if self._bare and type(value) is torch.Tensor:
+        if self._bare and (type(value) is torch.Tensor or value is None):
             return [value]
         if self._flat_tuple and type(value) is tuple and len(value) == self.count:
             for leaf in value:

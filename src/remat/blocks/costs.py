@@ -154,7 +154,8 @@ class _Run:
             mark()
             run.do(Record(0, 1, self._entry))
             mark()
-            run.live = run.ranges[1].end = None
+            run.live = None
+            del run.ends[1]
             mark()
             del entering
             mark()

@@ -62,6 +62,18 @@ def test_the_peak_is_within_the_budget_and_as_predicted(percent: int) -> None:
     assert abs(predicted - measured) <= 0.02 * budget
 
 
+def test_gradients_from_the_end_that_do_not_get_far() -> None:
+    """The carry hands on the last two values only, and a backward adds to the gradient of all inputs."""
+    w, xs = torch.randn(48, 48).requires_grad_(), torch.randn(30, 24, 48).requires_grad_()
+
+    def step(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], None]:
+        return (torch.tanh(x @ w * xs.mean(0)), carry[0]), None
+
+    program = Program(step, (torch.zeros(24, 48), torch.zeros(24, 48)), xs, wrt={"w": w, "xs": xs})
+    budget = smallest_budget(program)
+    assert peak_of(program, budget=budget) <= budget
+
+
 def test_keeping_everything_costs_what_the_plain_loop_costs() -> None:
     plain = peak_of(lstm(), loop=plain_scan)
     train(lstm(), loop=remat.scan, budget="1GiB")  # measured once

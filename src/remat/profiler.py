@@ -315,10 +315,12 @@ def _tape(singly: list[Reading], pairs: list[Reading] | None, aside: _Aside) -> 
     if pairs is not None:
         between = min(max(_phase(pairs, Record(1, 3)).net_bytes - 2 * tape_bytes - entering - aside.stored, 0), carry)
     leaving = between if between > entering else 0
-    backward = _phase(pairs, Backward(1, 3)) if pairs is not None else _phase(singly, Backward(1, 2))
+    # Through a carry that only hands on the last two values, gradients from the end reach no further than stage 2.
+    inner_backwards = [Backward(1, 2), Backward(2, 3)] if pairs is None else [Backward(1, 3)]
+    backward_bytes = max(_phase(singly if pairs is None else pairs, action).peak_bytes for action in inner_backwards)
     # The leaving carry goes before it begins. What the tape keeps of the entering one may go before the peak, but stays
     # where a slot or a range holds it too, as the caller holds carry 0.
-    consuming = backward.peak_bytes + carry - leaving
+    consuming = backward_bytes + carry - leaving
     held = _phase(singly, Backward(0, 1)).peak_bytes + carry - leaving
     consuming = max(consuming, min(held, consuming + entering))
     return Tape(

@@ -1001,6 +1001,18 @@ def gradients_clipped_on_the_way(steps: int) -> Program:
 
 
 @program
+def gradients_clipped_without_asking(steps: int) -> Program:
+    w, xs = leaf(H, H), leaf(steps, B, H)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ w + x)
+        h.register_hook(lambda g: g.clamp(-0.5, 0.5))  # refused by tensors that need no gradient
+        return h, h * 2
+
+    return Program(step, torch.zeros(B, H), xs, wrt={"w": w, "xs": xs})
+
+
+@program
 def gradients_clipped_on_entry(steps: int) -> Program:
     w, xs = leaf(H, H), leaf(steps, B, H)
 

@@ -406,6 +406,8 @@ def test_refusals_say_what_stood_in_the_way() -> None:
         remat.fit(lambda x: x, budget="1MiB")  # type: ignore[type-var]
     with pytest.raises(remat.FitError, match="wrap it afterwards"):
         remat.fit(nn.DataParallel(Free()), budget="1MiB")
+    with pytest.raises(remat.FitError, match="call it once before fitting it"):
+        remat.fit(nn.LazyLinear(3), values(), budget="1MiB")
     with pytest.raises(remat.FitError, match="nothing has been chosen yet"):
         remat.fit(Free(), budget="1MiB").remat.explain()
 

@@ -395,6 +395,27 @@ def test_no_step_is_looked_at_that_would_not_come(steps: int, shared: bool) -> N
     assert all(map(torch.equal, *(torch.autograd.grad(ys.sum(), weights) for ys in (found, expected))))
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_check_of_a_few_steps_compares_each_with_itself(steps: int) -> None:
+    w, xs = torch.randn(3, 3, dtype=torch.complex64).requires_grad_(), torch.randn(steps, 3).to(torch.complex64)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        return torch.tanh(h @ w + x).conj(), None  # bits of a conjugate that is only marked as one
+
+    after, _ = remat.scan(
+        step, torch.zeros(3, dtype=torch.complex64), xs, budget="1MiB", planner="constant", check=True
+    )
+    after.abs().sum().backward()
+
+
+def test_a_step_with_parameters_to_come_is_refused() -> None:
+    layer = nn.LazyLinear(3)
+    with pytest.raises(remat.StepError, match=r"parameters without a shape.*call it once"):
+        remat.scan(lambda h, x: (layer(h) + x, None), torch.zeros(2, 3), torch.zeros(4, 2, 3), budget="1MiB")
+    with pytest.raises(remat.StepError, match=r"parameters without a shape.*call it once"):
+        remat.chain([layer, nn.Tanh()], torch.zeros(2, 3).requires_grad_(), budget="1MiB")
+
+
 def test_the_smallest_budget_is_below_that_of_keeping_all() -> None:
     make = partial(PROGRAMS["transformer-block"], 39)
     assert smallest_budget(make()) < plan_of(make(), "1GiB").peak_bytes / 3  # random states weigh at this size

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .errors import StepError
 from .streams import is_random_source
 
 ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
@@ -30,6 +31,7 @@ _LOOKED_AT = 256  # values of a container that count as settings
 UNBOUND = object()
 moving: set[tuple[Any, Any]] = set()  # (owner, name) of plain values that steps were seen to change: no settings
 _CHANGEABLE = (list, dict, set, deque, types.GeneratorType, torch.nn.Module)
+_LAZY = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
@@ -64,7 +66,11 @@ class Reached:
 
 
 def reach(step: object, *, exact: bool = False) -> Reached:
-    """Walk from `step` to all that it can reach; `exact`ly, for what is made of one step and used for its like."""
+    """Walk from `step` to all that it can reach; `exact`ly, for what is made of one step and used for its like.
+
+    Raises:
+        StepError: there is a parameter that has no shape yet.
+    """
     found = Reached()
     seen: set[int] = set()
     buffers: set[int] = set()
@@ -78,6 +84,7 @@ def reach(step: object, *, exact: bool = False) -> Reached:
         seen.add(id(value))
         keep.append(value)
         if isinstance(value, torch.Tensor):
+            refuse_lazy(value)
             found.tensors.append(value)
             if not value.requires_grad:
                 (found.changeable if id(value) in buffers else found.fixed).append(value)
@@ -102,6 +109,15 @@ def reach(step: object, *, exact: bool = False) -> Reached:
                 watchers.update(map(id, inside))
             queue.extend(reversed(inside))
     return found
+
+
+def refuse_lazy(tensor: torch.Tensor) -> None:
+    """Refuse a parameter or buffer of a lazy module that has not been called yet."""
+    if isinstance(tensor, _LAZY):
+        raise StepError(
+            "a module has parameters without a shape, as nn.LazyLinear has before its first call; call it once outside "
+            "of the loop, so that there is something to measure"
+        )
 
 
 def _settings_of(value: Any) -> Iterator[Hashable]:

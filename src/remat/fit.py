@@ -233,6 +233,8 @@ def refuse_unfit(model: nn.Module) -> None:
             "the model is sharded: its parameters are gathered and let go block by block, which a replay would do "
             "again; remat.chain or remat.scan inside the forward of a module that is wrapped as a whole work"
         )
+    if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+        raise FitError("the model has parameters without a shape, as nn.LazyLinear has; call it once before fitting it")
     if isinstance(model, torch.jit.ScriptModule):
         raise FitError("a scripted model cannot be looked into; fit the module that it was made from")
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):

@@ -140,7 +140,7 @@ class Loop:
             self._refuse(index, "outputs", self.output_structure, self._output_kinds, outputs)
         if first and self.seen is not None:
             self.seen.note(index + 1, leaves, outputs)
-        if self._fingerprints is not None:
+        if self._fingerprints is not None and index < self.length:
             self._compare(index, leaves, outputs, first=first)
         return leaves, outputs
 
@@ -164,9 +164,9 @@ class Loop:
         assert self._fingerprints is not None
         assert self.output_structure is not None
         found = [*map(fingerprint, carry), *map(fingerprint, outputs)]
-        wanted = self._fingerprints[index % self.length]
+        wanted = self._fingerprints[index]
         if first or wanted is None:
-            self._fingerprints[index % self.length] = found
+            self._fingerprints[index] = found
             return
         names = [f"carry{path}" for path in self.structure.paths()] + [
             f"y{path}" for path in self.output_structure.paths()
@@ -193,7 +193,7 @@ def fingerprint(leaf: Any) -> bytes | None:
     """A digest of a tensor's bits."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    flat = leaf.detach().cpu().contiguous().reshape(-1)
+    flat = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
 
 

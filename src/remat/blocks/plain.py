@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..captures import ATOMS, installed, methods_of, moving, named_globals
+from ..captures import ATOMS, installed, methods_of, moving, named_globals, refuse_lazy
 
 _PRIVATE: Final = frozenset(inspect.get_annotations(torch.nn.Module)) | {"training"}
 
@@ -181,6 +181,7 @@ def _walked(function: torch.nn.Module) -> Seen | None:
                 known = -1 if tensor is None else numbers.setdefault(id(tensor), fresh)
                 settings.append(known)
                 if known == fresh:
+                    refuse_lazy(tensor)
                     tensors.append(tensor)
                     if group is its and not tensor.requires_grad:
                         buffers.append(tensor)

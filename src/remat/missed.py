@@ -83,17 +83,7 @@ class Lookout(NamedTuple):
 
 
 def _unseen(roots: Iterable[Any], known: Iterable[torch.Tensor], first_sequence: int, limit: int | None) -> list[Any]:
-    """What a recorded graph reaches that nobody knew of, so that its gradients would be lost.
-
-    Args:
-        roots: autograd nodes to walk from.
-        known: tensors whose gradients are asked for.
-        first_sequence: nodes of this thread with a smaller sequence number were made before the recording.
-        limit: how many nodes to look at; all, if None.
-
-    Returns:
-        Leaf tensors, and nodes made outside of the recording.
-    """
+    """Leaves, and nodes made outside of the recording, that nobody knew of; see `Lookout.look`."""
     leaves = {id(tensor) for tensor in known if tensor.is_leaf}
     outside = {tensor.grad_fn for tensor in known if not tensor.is_leaf}
     unseen: list[Any] = []

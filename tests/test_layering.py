@@ -23,6 +23,7 @@ LAYERS = {
         "aliases",
         "ambient",
         "apart",
+        "bindings",
         "blocks",
         "boundary_nodes",
         "budgets",

@@ -104,6 +104,7 @@ class Call:
         streams: the random streams among them, by number.
         places: where the step keeps tensors with gradients beside its carry; their contents are its last leaves.
         codes: the code that the step runs.
+        bindings: what names in the step stand for, but for those that the carry fills.
         compiled: whether the step should be traced and run as a graph, and how.
         traced: that graph, once there is one.
         reached: all tensors that the walk from the step finds, if it should be traced.
@@ -161,6 +162,10 @@ class Call:
         buffers = (value for value in reached.changeable if isinstance(value, torch.Tensor))
         self._buffers = [buffer for buffer in buffers if id(buffer) not in kept]
         self._fingerprints: list[Any] | None = [None] * self.length if check else None
+        carried = {place.identity for place in self.places}
+        self.bindings = reached.bindings
+        if carried:
+            self.bindings = [each for each in self.bindings if each.identity not in carried]
         self.codes = tuple(reached.codes)
         self._code = (*self.codes, *reached.settings)
         self.reached = reached.tensors if compiled else []

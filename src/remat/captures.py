@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .bindings import Binding, bindings_of, content_of
 from .errors import StepError
 from .streams import is_random_source
 
@@ -28,9 +29,9 @@ ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.
 _LIBRARIES = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names}) - {"__main__", "__mp_main__"}
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")})
 _LOOKED_AT = 256  # values of a container that count as settings
-UNBOUND = object()
 moving: set[tuple[Any, Any]] = set()  # (owner, name) of plain values that steps were seen to change: no settings
 _CHANGEABLE = (list, dict, set, deque, types.GeneratorType, torch.nn.Module)
+_WITH_NAMES = (dict, types.FunctionType, torch.nn.Module)
 _LAZY = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
@@ -48,6 +49,7 @@ class Reached:
             them.
         fixed: tensors without gradient that are no buffers, which a step must leave as they are.
         codes: the code of functions, and the types of other objects: what the step does.
+        bindings: what names stand for: variables, attributes, parameters, globals that are read.
         exact: every plain value and every name under which a tensor can be found; only if asked for.
     """
 
@@ -58,6 +60,7 @@ class Reached:
     changeable: list[Any] = field(default_factory=list)
     fixed: list[torch.Tensor] = field(default_factory=list)
     codes: list[types.CodeType | type] = field(default_factory=list)
+    bindings: list[Binding] = field(default_factory=list)
     exact: list[Hashable] = field(default_factory=list)
 
     def differentiable(self) -> list[torch.Tensor]:
@@ -104,6 +107,8 @@ def reach(step: object, *, exact: bool = False) -> Reached:
                 found.exact.extend(_exact_values(value))
             if id(value) not in watchers:
                 found.settings.extend(_settings_of(value))
+                if isinstance(value, _WITH_NAMES) or not _is_library(type(value)):
+                    found.bindings.extend(bindings_of(value, _global_names(value)))
             inside = list(_inside(value))
             if id(value) in watchers:
                 watchers.update(map(id, inside))
@@ -183,14 +188,6 @@ def _hashable(value: Any) -> Hashable:
     return (value.start, value.stop, value.step) if isinstance(value, slice) else value
 
 
-def content_of(cell: types.CellType) -> Any:
-    """What a variable around a function holds."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that is not bound yet
-        return UNBOUND
-
-
 def _inside(value: Any) -> Iterator[Any]:
     """What one value leads to."""
     if isinstance(value, types.FunctionType):
@@ -248,6 +245,13 @@ def _named_globals(function: types.FunctionType) -> Iterator[Any]:
         elif not installed(value.__name__):
             parts = (vars(value).get(attribute) for attribute in sorted(names))
             yield from (p for p in parts if isinstance(p, torch.Tensor | torch.nn.Module | types.FunctionType))
+
+
+def _global_names(value: Any) -> Iterable[str]:
+    """The globals that a function reads, if it was written beside the step."""
+    if not isinstance(value, types.FunctionType) or installed(value.__module__):
+        return ()
+    return named_globals(value.__code__) & value.__globals__.keys()
 
 
 def _owner(value: Any) -> Any:

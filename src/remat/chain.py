@@ -15,6 +15,7 @@ import torch
 
 from .accumulators import keep_accumulators
 from .ambient import States, is_transformed, opaque, recomputing
+from .bindings import Binding, brought_back, moved
 from .blocks.block import Block
 from .blocks.calls import ChainCall, copied_stages, in_need
 from .blocks.granularity import by_plan, keeps_all, settled
@@ -201,6 +202,7 @@ class _Work:
         drawn = late.union(*(of.draws for of in known))
         self.states = States(call.streams, drawn)
         self.run: Interpreter | None = None
+        self._moved: list[Binding] = []  # what names in blocks stood for, and do not at the time of the backward
         self._gone = torch.zeros(())
 
     # ---- forward
@@ -310,11 +312,12 @@ class _Work:
     @contextmanager
     def _replaying(self) -> Iterator[None]:
         """The forward's settings, no word said twice, and random streams left as they were."""
-        with self.call.surroundings.entered(), self.states.undisturbed(), silence():
+        with self.call.surroundings.entered(), self.states.undisturbed(), brought_back(self._moved), silence():
             yield
 
     def _arrive(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of the final carry; run the forward again if a backward has used it up."""
+        self._moved = moved(binding for block in self.call.blocks for binding in block.bindings)
         if self.run is None or self.run.done < self.call.length:
             with self._replaying(), recomputing(), torch.no_grad():
                 self.states.restore(self.states.start)

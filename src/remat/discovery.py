@@ -152,7 +152,8 @@ class Discovery:
         self.states.restart()
         with torch.enable_grad(), self.call.surroundings.own_cast_cache():
             carry = marked(copied(detached(leaves)), needs)
-            inner = [leaf.clone() if needs_gradient(leaf) else leaf for leaf in carry]  # may be changed in place
+            own = {id(leaf): leaf.clone() for leaf in carry if needs_gradient(leaf)}  # may be changed in place
+            inner = [own.get(id(leaf), leaf) for leaf in carry]
             inputs = self._inputs(index)
             versions = [leaf._version for leaf in inputs if isinstance(leaf, torch.Tensor)]
             after, outputs = self.loop.run(index, inner, inputs, first=True)

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import torch
 
-from .captures import UNBOUND, Reached, content_of
+from .bindings import UNBOUND, content_of
+from .captures import Reached
 from .trees import Leaves, Structure
 
 _AWAY: Final = object()  # stands in a place whose tensor is in the carry

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from .ambient import Source
-from .captures import UNBOUND, Reached, content_of, moving, named_globals
+from .bindings import UNBOUND, content_of
+from .captures import Reached, moving, named_globals
 from .errors import StepError
 from .kept import Place
 

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .accumulators import keep_accumulators
 from .ambient import States, is_transformed, opaque, recomputing
 from .arrivals import Arrivals
+from .bindings import brought_back
 from .calls import Call
 from .errors import KeptTensors, LateChange, LateGradient, StepError
 from .inputs import Inputs, checked_lengths, fetched, masked, packed_lengths, packed_like
@@ -300,7 +301,8 @@ class _Scan(torch.autograd.Function):
         run, loop, ctx.run, ctx.loop = ctx.run, ctx.loop, None, None
         adjoint, stacked = ctx.packing.sorted(gradients, len(call.carry), len(planned.nature.needed.outputs))
         learn_arrivals(planned.key, Arrivals.of(adjoint, stacked))
-        with states.undisturbed(), left_alone(call.places), silence():
+        names = brought_back(call.bindings)  # before states, which go their own way
+        with states.undisturbed(), left_alone(call.places), names, silence():
             again = planned.with_room(adjoint, stacked)
             if again is not None:
                 run = loop = None  # with all that they keep

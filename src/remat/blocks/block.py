@@ -34,6 +34,7 @@ class Block:
         tensors: all that it can reach, each once, but for those with a graph that a backward has gone through.
         devices: where those are.
         key: equal for blocks that do and cost the same on the same carry.
+        bindings: what names in it stand for.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -44,8 +45,12 @@ class Block:
         if seen is None:
             tensors, self._used_up = apart_from_used_up(self.reached.tensors)
             settings = (*self.reached.codes, *self.reached.settings, len(self._used_up))
-            seen = Seen(tensors, [], settings, [])
-        self.tensors, self.captured, self.devices, self.key = seen.tensors, seen.captured, seen.devices, seen.key
+            seen = Seen(tensors, [], settings, [], self.reached.bindings)
+        self._take(seen)
+
+    def _take(self, seen: Seen) -> None:
+        self.tensors, self.captured, self.devices = seen.tensors, seen.captured, seen.devices
+        self.key, self.bindings = seen.key, seen.bindings
 
     @classmethod
     def joined(cls, blocks: Sequence[Block]) -> Block:
@@ -57,9 +62,10 @@ class Block:
         places = {key: number for number, key in enumerate(tensors)}  # so that tied ones look so
         tied = tuple(places[id(tensor)] for block in blocks for tensor in block.tensors)
         settings = (Group, *(block.key for block in blocks), tied)
-        seen = Seen(list(tensors.values()), list(buffers.values()), settings, [])
+        bindings = [binding for block in blocks for binding in block.bindings]
+        seen = Seen(list(tensors.values()), list(buffers.values()), settings, [], bindings)
         group._buffers, group._used_up = seen.buffers, frozenset()
-        group.tensors, group.captured, group.devices, group.key = seen.tensors, seen.captured, seen.devices, seen.key
+        group._take(seen)
         return group
 
     @cached_property

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..bindings import Binding, bindings_of
 from ..captures import ATOMS, installed, methods_of, moving, named_globals, refuse_lazy
 
 _PRIVATE: Final = frozenset(inspect.get_annotations(torch.nn.Module)) | {"training"}
@@ -107,12 +108,18 @@ class Seen:
         captured: those of the tensors that need a gradient.
         devices: where the tensors are.
         key: see `Block`.
+        bindings: what names in it stand for.
     """
 
     def __init__(
-        self, tensors: list[torch.Tensor], buffers: list[torch.Tensor], settings: Hashable, visited: list[_Visited]
+        self,
+        tensors: list[torch.Tensor],
+        buffers: list[torch.Tensor],
+        settings: Hashable,
+        visited: list[_Visited],
+        bindings: list[Binding],
     ) -> None:
-        self.tensors, self.buffers, self._visited = tensors, buffers, visited
+        self.tensors, self.buffers, self._visited, self.bindings = tensors, buffers, visited, bindings
         self.captured = [tensor for tensor in tensors if tensor.requires_grad]
         self._likes = [*map(_like, tensors)]
         self.devices = {like[2] for like in self._likes}
@@ -144,7 +151,9 @@ def plain(function: Any) -> Seen | None:
         return None
     if isinstance(function, Around):
         inner = plain(function.block) if function.manner is not None else None
-        return inner and Seen(inner.tensors, inner.buffers, (type(function), function.manner, inner.key), [])
+        return inner and Seen(
+            inner.tensors, inner.buffers, (type(function), function.manner, inner.key), [], inner.bindings
+        )
     number = id(function)
     before = _seen.get(number)
     if before is not None and before[0]() is function and before[1].still(function):
@@ -160,6 +169,7 @@ def _walked(function: torch.nn.Module) -> Seen | None:
     buffers: list[torch.Tensor] = []
     settings: list[Any] = []
     visited: list[_Visited] = []
+    bindings: list[Binding] = []
     numbers: dict[int, int] = {}  # of modules and tensors, so that tied ones look so
     queue = [function]
     while queue:
@@ -185,9 +195,11 @@ def _walked(function: torch.nn.Module) -> Seen | None:
                     tensors.append(tensor)
                     if group is its and not tensor.requires_grad:
                         buffers.append(tensor)
+        bindings.extend(Binding(values, name, values[name]) for name in ("training", *own.names))
+        bindings.extend(binding for group in (parameters, its, children) for binding in bindings_of(group))
         if children:
             queue.extend(child for child in children.values() if child is not None)
-    return Seen(tensors, buffers, tuple(settings), visited)
+    return Seen(tensors, buffers, tuple(settings), visited, bindings)
 
 
 class _Own(NamedTuple):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from plain import Program, seed_everything
 
@@ -483,6 +484,30 @@ def view_of_a_parameter_captured(steps: int) -> Program:
         return h, h
 
     return Program(step, torch.zeros(B, H), leaf(steps, B, H, grad=False), wrt={"packed": packed})
+
+
+@program
+def weights_and_what_was_made_of_them(steps: int) -> Program:
+    """Each used as it is too, so that gradients come in by both ways."""
+    w, loss_of_yesterday, xs = leaf(H, H), leaf(H, H), leaf(steps, B, H)
+    made = {"transposed": w.t(), "normed": w / w.norm(), "unused": loss_of_yesterday.square().sum()}
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ made["transposed"] + x @ made["normed"] + loss_of_yesterday.mean())
+        return h, h @ w
+
+    return Program(step, leaf(B, H), xs, wrt={"w": w, "other": loss_of_yesterday, "xs": xs})
+
+
+@program
+def weights_cached_for_all_steps(steps: int) -> Program:
+    layer, xs = parametrizations.weight_norm(nn.Linear(H, H)), leaf(steps, B, H)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(layer(h) + x)
+        return h, h * 2
+
+    return Program(step, leaf(B, H), xs, wrt={"xs": xs, **parameters(layer)}, around=parametrize.cached)
 
 
 @program

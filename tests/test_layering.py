@@ -48,6 +48,7 @@ LAYERS = {
         "recorded",
         "selective",
         "silence",
+        "standins",
         "stages",
         "streams",
         "sums",

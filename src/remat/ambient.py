@@ -17,6 +17,7 @@ import torch
 from torch import overrides
 from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch
 
 from .errors import KeptTensors, LateChange, StepError
@@ -314,6 +315,7 @@ class Surroundings:
         self._autocast = _autocast_states(self._device_types)
         self.casts = any(state.enabled for state in self._autocast) or _autocast_nesting() > 0
         self._dtype = torch.get_default_dtype()
+        self._weights_cached = bool(parametrize._cache_enabled)
         self._function_modes = tuple(_function_modes())
         self._dispatch_modes = tuple(_dispatch_modes())
 
@@ -335,6 +337,7 @@ class Surroundings:
         return (
             self._dtype == torch.get_default_dtype()
             and self._autocast == _autocast_states(self._device_types)
+            and self._weights_cached == bool(parametrize._cache_enabled)
             and not any(_missing(self._function_modes, _function_modes()))
             and not any(_missing(self._dispatch_modes, _dispatch_modes()))
         )
@@ -350,6 +353,8 @@ class Surroundings:
             if self._dtype != torch.get_default_dtype():
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._dtype)
+            stack.callback(setattr, parametrize, "_cache_enabled", parametrize._cache_enabled)
+            parametrize._cache_enabled = int(self._weights_cached)  # what is in the cache is a matter of `bindings`
             for mode in _missing(self._function_modes, _function_modes()):
                 stack.enter_context(mode)
             for mode in _missing(self._dispatch_modes, _dispatch_modes()):

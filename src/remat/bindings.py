@@ -10,9 +10,10 @@ import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.nn.utils import parametrize
 
 UNBOUND = object()
 _LOOKED_AT = 256  # items of a dictionary
@@ -76,6 +77,30 @@ def bindings_of(value: Any, global_names: Iterable[str] = ()) -> Iterator[Bindin
 
 
 _OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}  # what is in them is found as what dictionaries hold
+
+
+class _CachedWeights:
+    """The dictionary, whichever it is, in which modules find their weights within `parametrize.cached()`."""
+
+    get = staticmethod(lambda key, default: parametrize._cache.get(key, default))
+    pop = staticmethod(lambda key, default: parametrize._cache.pop(key, default))
+
+    def __setitem__(self, key: Any, weight: Any) -> None:
+        parametrize._cache[key] = weight
+
+
+_WEIGHTS = _CachedWeights()
+
+
+def cached_weights(module: torch.nn.Module) -> list[Binding]:
+    """The weights that a module has computed for all uses within `parametrize.cached()`.
+
+    Its first use would compute them, which may be one without autograd that only looks; so they are computed here.
+    """
+    if not parametrize._cache_enabled or not parametrize.is_parametrized(module):
+        return []
+    names = cast("torch.nn.ModuleDict", module.parametrizations)
+    return [Binding(_WEIGHTS, (id(module), name), getattr(module, name)) for name in names]
 
 
 def moved(bindings: Iterable[Binding]) -> list[Binding]:

@@ -27,6 +27,7 @@ from .ranges import AutogradRanges, Replays
 from .recorded import needs_gradient, places_of
 from .schedules import Action
 from .stages import Needs
+from .standins import StandIns
 from .streams import random_sources
 from .sums import Captured
 from .traced.ranges import TracedRanges
@@ -96,7 +97,7 @@ class Call:
     Attributes:
         carry: leaves of the initial carry, until `release`.
         inputs: what the steps take, its tensors until `release`.
-        captured: tensors that the step can reach and that need a gradient.
+        captured: tensors that the step can reach and that need a gradient, or their stand-ins.
         needs: leaves of a carry that are known to need a gradient.
         sources: streams, buffers, lists, ... whose state belongs to a carry.
         modules: the modules that the step can reach.
@@ -142,7 +143,9 @@ class Call:
         self.input_needs = [leaf.requires_grad for leaf in self.inputs.tensors()]
         kept = set(map(id, contents))
         captured = [tensor for tensor in reached.differentiable() if id(tensor) not in kept]
-        self.captured, used_up = apart_from_used_up(captured)
+        usable, used_up = apart_from_used_up(captured)
+        self.stand_ins = StandIns(usable, reached.bindings)
+        self.captured = self.stand_ins.tensors
         self.lookout = Lookout(
             "the step", "let the step close over it, or put it into the carry", self.captured, used_up
         )
@@ -163,7 +166,7 @@ class Call:
         self._buffers = [buffer for buffer in buffers if id(buffer) not in kept]
         self._fingerprints: list[Any] | None = [None] * self.length if check else None
         carried = {place.identity for place in self.places}
-        self.bindings = reached.bindings
+        self.bindings = self.stand_ins.among(reached.bindings)
         if carried:
             self.bindings = [each for each in self.bindings if each.identity not in carried]
         self.codes = tuple(reached.codes)
@@ -208,7 +211,7 @@ class Call:
 
     def tensors(self) -> list[torch.Tensor]:
         """All that takes part in autograd: the carry's tensors, the inputs', the captured ones."""
-        return [*self._carry_tensors(), *self.inputs.tensors(), *self.captured]
+        return [*self._carry_tensors(), *self.inputs.tensors(), *self.stand_ins.originals(self.captured)]
 
     def merged(
         self, inputs: list[torch.Tensor | None], captured: list[torch.Tensor | None]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .bindings import Binding, bindings_of, content_of
+from .bindings import Binding, bindings_of, cached_weights, content_of
 from .errors import StepError
 from .streams import is_random_source
 
@@ -110,6 +110,10 @@ def reach(step: object, *, exact: bool = False) -> Reached:
                 if isinstance(value, _WITH_NAMES) or not _is_library(type(value)):
                     found.bindings.extend(bindings_of(value, _global_names(value)))
             inside = list(_inside(value))
+            if isinstance(value, torch.nn.Module):
+                weights = cached_weights(value)
+                found.bindings.extend(weights)
+                inside.extend(weight.value for weight in weights)
             if id(value) in watchers:
                 watchers.update(map(id, inside))
             queue.extend(reversed(inside))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import torch
 
 _LOOKED_AT: Final = 256  # newest nodes of a graph that tell whether a backward has used it up
+_SEARCHED: Final = 10_000  # nodes of a graph for what a tensor was computed from
 
 
 def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
@@ -60,3 +62,24 @@ def _is_used_up(tensor: torch.Tensor) -> bool:
             return True
         queue.extend(following for following, _ in node.next_functions)
     return False
+
+
+def computed_from(tensors: Sequence[torch.Tensor]) -> dict[int, frozenset[int]]:
+    """By number of a tensor the numbers of those others that it was computed from, where there are any."""
+    with_history = {number: tensor.grad_fn for number, tensor in enumerate(tensors) if not tensor.is_leaf}
+    if not with_history or len(tensors) == 1:
+        return {}
+    leaves = {id(tensor): number for number, tensor in enumerate(tensors) if tensor.is_leaf}
+    inner: dict[Any, list[int]] = {}
+    for number, node in with_history.items():
+        inner.setdefault(node, []).append(number)
+    found = {}
+    for number, newest in with_history.items():
+        sources: set[int] = set()
+        for node in islice(nodes_of([newest]), _SEARCHED):
+            sources.update(inner.get(node, ()) if node is not newest else ())
+            leaf = leaves.get(id(getattr(node, "variable", None)))
+            sources.update(() if leaf is None else (leaf,))
+        if sources:
+            found[number] = frozenset(sources)
+    return found

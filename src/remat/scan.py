@@ -107,7 +107,8 @@ def plan_scan(
     with torch.enable_grad():
         while True:
             try:
-                return plan_of(call, budget, planner).plan
+                with brought_back(call.stand_ins.bindings):
+                    return plan_of(call, budget, planner).plan
             except MissedTensors as missed:
                 call.captured += missed.tensors
             except KeptTensors as kept:
@@ -168,6 +169,12 @@ def _once(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]
         return _transformed(call)
     if not torch.is_grad_enabled():
         return _plain(call)
+    with brought_back(call.stand_ins.bindings):
+        return _budgeted(call, budget, planner)
+
+
+def _budgeted(call: Call, budget: int | str | None, planner: str) -> tuple[Any, Any]:
+    """The loop by its plan, if anything needs a gradient."""
     accumulators = keep_accumulators(call.tensors())
     planned = plan_of(call, budget, planner)
     call.leave_unread(planned.nature.unread)

@@ -1,0 +1,51 @@
+"""Leaves that stand in for results from outside of a loop which other tensors that it uses went into.
+
+A step may use a weight and, made once before the loop, its transpose or normalised form. Gradients are asked for of
+both. But where they are asked for of the weight too, autograd does not stop at what was made of it: it goes on to the
+weight, as it will again when the loop's gradients flow on, and uses up the graph in between. So the loop runs with a
+leaf of the same values under the names of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from .bindings import Binding
+from .nodes import computed_from
+
+
+class StandIns:
+    """What stands in for some of the tensors that a step can reach.
+
+    Args:
+        tensors: those that need a gradient.
+        bindings: the names by which they are found. What has none is left out: should the step use it, that is seen.
+
+    Attributes:
+        tensors: the same, with stand-ins.
+        bindings: the names of these.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], bindings: Iterable[Binding]) -> None:
+        self.tensors, self.bindings = list(tensors), list[Binding]()
+        self._original: dict[int, torch.Tensor] = {}
+        made_of = computed_from(tensors)
+        if not made_of:
+            return
+        leaf_of = {id(tensors[number]): tensors[number].detach().requires_grad_() for number in made_of}
+        self.bindings = [each._replace(value=leaf_of[id(each.value)]) for each in bindings if id(each.value) in leaf_of]
+        bound = {id(binding.value) for binding in self.bindings}
+        self.tensors = [leaf_of.get(id(tensor), tensor) for tensor in tensors]
+        self.tensors = [t for t, old in zip(self.tensors, tensors, strict=True) if t is old or id(t) in bound]
+        self._original = {id(leaf_of[id(old)]): old for old in tensors if id(old) in leaf_of}
+
+    def originals(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors with what the stand-ins among them stand for."""
+        return [self._original.get(id(tensor), tensor) for tensor in tensors]
+
+    def among(self, bindings: Iterable[Binding]) -> list[Binding]:
+        """All bindings, those of what is stood in for to the stand-ins."""
+        stands = {binding.identity: binding for binding in self.bindings}
+        return [stands.get(binding.identity, binding) for binding in bindings] if stands else list(bindings)

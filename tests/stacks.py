@@ -216,6 +216,26 @@ def result_of_something_outside() -> Program:
 
 
 @stack
+def weights_and_what_was_made_of_them() -> Program:
+    """In attributes, around functions and as a shared argument, each used as it is too."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(D, D)
+            self.transposed, self.normed = self.linear.weight.t(), self.linear.weight / self.linear.weight.norm()
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x) @ self.transposed) @ self.normed * scale
+
+    blocks, x = [Twice() for _ in range(5)], leaf(B, D)
+    around = blocks[2].linear.weight.exp()
+    program = of([*blocks, lambda x, scale: x @ around * scale], x, xs=((blocks[1].linear.bias.exp(),), {}), x=x)
+    program.wrt |= parameters(*blocks)
+    return program
+
+
+@stack
 def tied_blocks() -> Program:
     one, other, x = Residual(), Residual(drop=0.2), leaf(B, D)
     return of([one, other, one, one, other], x, x=x)

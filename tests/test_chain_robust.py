@@ -350,6 +350,13 @@ def test_gradients_kept_beside_the_carry_are_refused() -> None:
         remat.chain([Keeps(), nn.Linear(D, D)], leaf(B, D), budget="1GiB")
 
 
+def test_what_was_made_of_a_weight_needs_a_name() -> None:
+    layer, rest = nn.Linear(D, D), nn.Linear(D, D)
+    apart = layer.weight.t(), 1.0
+    with pytest.raises(remat.StepError, match=r"list or tuple.*let one hold it"):
+        remat.chain([lambda x: layer(x) @ apart[0], rest], leaf(B, D), budget="1GiB")
+
+
 # ---- where nothing is kept anyway
 
 

@@ -27,6 +27,7 @@ from .plans import Plan
 from .ranges import AutogradRanges, Replays
 from .recorded import detached, hooks_set_aside, needs_gradient, places_of
 from .silence import silence
+from .standins import StandIns
 from .sums import Captured
 from .trees import Leaves, leaves_of
 
@@ -97,7 +98,8 @@ def _run(
     check: bool = False,
     made: Plan | None = None,
 ) -> Any:
-    tensors = list(_tensors(functions, x, shared, shared_kwargs))
+    reached = [Block(function) for function in functions]
+    tensors = [*_tensors_in(x, shared, shared_kwargs), *(tensor for block in reached for tensor in block.tensors)]
     if not torch.is_grad_enabled() or is_transformed(tensors):
         return _plain(functions, x, shared, shared_kwargs)
     _accumulators = keep_accumulators(tensors)  # until nodes of the chain keep them
@@ -108,19 +110,23 @@ def _run(
         return x
     missed: list[torch.Tensor] = []
     late = frozenset[int]()
+    stand_ins = _stand_ins(reached, shared, shared_kwargs)
+    around = stand_ins.within((shared, shared_kwargs))
+    del reached
 
     def start(blocks: Sequence[Any]) -> ChainCall:
-        call = ChainCall(blocks, x, shared, shared_kwargs, check=check, missed=missed)
+        call = ChainCall(blocks, x, *around, check=check, missed=missed)
         call.made_bytes = storage_bytes(call.carry) if front else 0
         return call
 
     while True:
         try:
-            found = None if made is None else by_plan(start(functions[front:]), made)
-            call, known, plan = found or settled(functions[front:], start, budget, planner)
-            if keeps_all(plan) and not check:
-                return _plain(functions[front:], x, shared, shared_kwargs)
-            return _Work(call, known, plan, late).outputs()
+            with brought_back(stand_ins.bindings):
+                found = None if made is None else by_plan(start(functions[front:]), made)
+                call, known, plan = found or settled(functions[front:], start, budget, planner)
+                if check or not keeps_all(plan):
+                    return _Work(call, known, plan, late, stand_ins).outputs()
+            return _plain(functions[front:], x, shared, shared_kwargs)
         except MissedTensors as found_more:
             missed += found_more.tensors
         except LateChange as changed:
@@ -149,15 +155,18 @@ def plan_chain(
         raise StepError("no block needs a gradient, so nothing is kept and there is nothing to plan")
     x = untraced(functions[:front], x, shared, shared_kwargs)
     missed: list[torch.Tensor] = []
+    stand_ins = _stand_ins([Block(function) for function in functions], shared, shared_kwargs)
+    around = stand_ins.within((shared, shared_kwargs))
 
     def start(blocks: Sequence[Any]) -> ChainCall:
-        call = ChainCall(blocks, x, shared, shared_kwargs, missed=missed)
+        call = ChainCall(blocks, x, *around, missed=missed)
         call.made_bytes = storage_bytes(call.carry) if front else 0
         return call
 
     while True:
         try:
-            return settled(functions[front:], start, budget, planner).plan
+            with brought_back(stand_ins.bindings):
+                return settled(functions[front:], start, budget, planner).plan
         except MissedTensors as found:
             missed += found.tensors
 
@@ -176,12 +185,27 @@ def front_of(functions: Sequence[Callable[..., Any]], x: Any, shared: tuple[Any,
     return next((k for k, function in enumerate(functions) if Block(function).captured), len(functions))
 
 
-def _tensors(
-    functions: Sequence[Callable[..., Any]], x: Any, shared: tuple[Any, ...], named: dict[str, Any]
-) -> Iterator[torch.Tensor]:
-    yield from (leaf for leaf in leaves_of((x, shared, named)) if isinstance(leaf, torch.Tensor))
-    for function in functions:
-        yield from Block(function).tensors
+def _tensors_in(*values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _stand_ins(blocks: Sequence[Block], shared: tuple[Any, ...], named: dict[str, Any]) -> StandIns:
+    """What stands in for tensors that were made of others which blocks use too.
+
+    Raises:
+        StepError: there are some to which no name leads.
+    """
+    given = [tensor for tensor in _tensors_in(shared, named) if tensor.requires_grad]
+    used = list({id(tensor): tensor for tensor in (*given, *(t for b in blocks for t in b.captured))}.values())
+    if all(tensor.is_leaf for tensor in used):
+        return StandIns((), ())
+    found = StandIns(used, (binding for block in blocks for binding in block.bindings), given)
+    if len(found.tensors) < len(used):
+        raise StepError(
+            "blocks use a tensor, and something that was made of it before the chain, which no attribute, variable or "
+            "dictionary holds, but a list or tuple does, so that their gradients cannot be told apart; let one hold it"
+        )
+    return found
 
 
 class _Work:
@@ -193,8 +217,10 @@ class _Work:
             retained graph runs the forward half of the schedule again.
     """
 
-    def __init__(self, call: ChainCall, known: Sequence[Known], made: Plan, late: frozenset[int]) -> None:
-        self.call, self.plan = call, made
+    def __init__(
+        self, call: ChainCall, known: Sequence[Known], made: Plan, late: frozenset[int], stand_ins: StandIns
+    ) -> None:
+        self.call, self.plan, self._stand_ins = call, made, stand_ins
         self._needs = [list(map(needs_gradient, call.carry)), *(list(of.leaving.needs) for of in known)]
         self._copies, self._grad_mode = copied_stages(known), [of.grad_mode for of in known]
         self._carry: Leaves | None = detached(call.carry)
@@ -228,7 +254,7 @@ class _Work:
         numbers = [index_of[id(leaf)] if isinstance(leaf, torch.Tensor) else None for leaf in final]
         found: Any = torch.zeros(())
         for index in range(call.length):
-            captured = (call.captured[number] for number in call.used[index])
+            captured = self._stand_ins.originals(call.captured[number] for number in call.used[index])
             entering = (call.carry[place] for place in call.carry_places) if index == 0 else ()
             found = _Block.apply(self, index, found, *entering, *captured)
         outputs, self.final, call.carry = found, [], []  # autograd has in its keeping what carry 0 leads to

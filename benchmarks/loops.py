@@ -5,6 +5,7 @@ transformer-like step, with a loss in each step. Plain loop, PyTorch's fused lay
 torch.compile, `torch.utils.checkpoint` over segments and nested, and remat as it is and compiled, interleaved in one
 fresh process for each workload and number of threads; budgets as shares of the plain loop's measured peak. Where JAX is
 installed (here, or for the Python named by JAX_PYTHON), its scans train the LSTM and the GRU in a process of their own.
+With --whole-loop it is torch.compile of the whole loop that is tried, and nothing else: it takes minutes, if it ends.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ SHARES = {True: (0.5, 0.2, 0.1, 0.05, 0.02), False: (0.5, 0.2, 0.05)}  # compile
 STEPS = {"lstm": 1000, "gru": 500, "spiking": 500, "automaton": 150, "transformer": 150}
 HIDDEN, INPUT, BATCH = 256, 64, 16
 LONG_S = 10  # a call that takes longer is not timed
+WHOLE, PATIENCE_S, SOME_STEPS = "torch.compile of the whole loop", 400, 100
 Step = Callable[[Any, Any], tuple[Any, Tensor]]
 
 
@@ -127,12 +129,15 @@ class Job:
 
     # ---- ways to train
 
-    def plain(self, step: Step | None = None) -> None:
+    def loss(self, step: Step | None = None) -> Tensor:
         carry, losses = self.carry, []
         for x in self.xs:
             carry, loss = (step or self.step)(carry, x)
             losses.append(loss)
-        torch.stack(losses).sum().backward()
+        return torch.stack(losses).sum()
+
+    def plain(self, step: Step | None = None) -> None:
+        self.loss(step).backward()
 
     def fused(self) -> None:
         ys, _ = self.layer(self.xs)
@@ -251,6 +256,40 @@ def measured(name: str, steps: int, seconds: float, threads: int) -> dict[str, A
     return {"rows": cells.rows, "notes": cells.notes}
 
 
+def whole(name: str, steps: int, seconds: float) -> dict[str, Any]:
+    """The loop through torch.compile, all of it, with one thread; nothing is taken from a cache."""
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    torch.set_num_threads(1)
+    job = Job(name, steps)
+    cells, compiled = Cells(job), torch.compile(job.loss, dynamic=False)
+    cells.add(WHOLE, lambda: compiled().backward())
+    cells.time(seconds)
+    return {"rows": cells.rows, "notes": cells.notes}
+
+
+def whole_in_time(name: str, steps: int) -> dict[str, Any]:
+    """What `whole` finds, of that row alone; of fewer steps, in a note, where so many take too long."""
+    told = ""
+    for count in (steps, SOME_STEPS):
+        try:
+            found = fresh_process(__file__, "--whole", name, "--steps", str(count), timeout_s=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            told += f"{count} steps do not compile in {PATIENCE_S} s; "
+            continue
+        except subprocess.SubprocessError as error:
+            told += f"{count} steps: {type(error).__name__}; "
+            continue
+        row = found["rows"].get(WHOLE)
+        if row is None:
+            told += f"{count} steps: {found['notes'][WHOLE]}; "
+        elif count == steps:
+            return {"rows": {WHOLE: row}, "notes": {WHOLE: told + f"compiles in {row['first_call_s']:.0f} s"}}
+        else:
+            sizes = f"{row['cpu_ratio']:.2f} × plain at {row['share_of_plain']:.0%} of its peak"
+            told += f"{count} steps compile in {row['first_call_s']:.0f} s, {sizes}; "
+    return {"rows": {}, "notes": {WHOLE: told.removesuffix("; ")}}
+
+
 def peers(name: str, steps: int, threads: int) -> dict[str, Any]:
     """What JAX takes, in a process of its own; bytes are XLA's own account of temporary and returned memory."""
     python = os.environ.get("JAX_PYTHON", sys.executable)
@@ -312,9 +351,11 @@ NOTES = [
     "Budgets are shares of the plain loop's measured peak; parameter gradients are there before in every way. A cell "
     "that is missing was refused or failed, as its last column says. Wall time over the predicted one compares with "
     "stage times measured once, when the plan was made. JAX's bytes are XLA's own account; its times, like all "
-    "others, stand beside the plain PyTorch loop's. torch.compile is tried with one thread, as it takes longest. "
-    "What a run leaves out keeps its rows. JAX's scans are the faster ones at equal peak: XLA compiles a loop as a "
-    "whole, here every step is a few calls from Python.",
+    "others, stand beside the plain PyTorch loop's. torch.compile is tried with one thread, as it takes longest; the "
+    "whole loop by itself (--whole-loop), with other work on the machine. "
+    "What a run leaves out keeps its rows. Faster at equal peak are JAX's scans, as XLA compiles a loop as a whole where "
+    "here every step is a few calls from Python; and torch.compile of the whole spiking loop at half of plain's peak, one "
+    "program of all steps, which takes minutes to compile and is good for one length.",
 ]
 
 
@@ -349,8 +390,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of timing for each workload and number of threads")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     parser.add_argument("--workloads", nargs="+", default=list(STEPS), choices=list(STEPS))
+    parser.add_argument("--whole-loop", action="store_true", help="only torch.compile of whole loops, with one thread")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--whole", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.whole:
+        print(json.dumps(whole(options.whole, options.steps, 10)))
+        return
     if options.child:
         print(json.dumps(measured(options.child, options.steps, options.seconds, options.threads[0])))
         return
@@ -358,6 +404,14 @@ def main() -> None:
     results = json.loads(path.read_text())["results"] if path.exists() else {}  # what is not run stays
     for name in options.workloads:
         steps = options.steps or STEPS[name]
+        if options.whole_loop:
+            before = results.setdefault(called(name, 1), {"rows": {}, "notes": {}})
+            found = whole_in_time(name, steps)
+            for kind in ("rows", "notes"):
+                before[kind].pop(WHOLE, None)
+                before[kind].update(found[kind])
+            kept(results, show=False)
+            continue
         for threads in options.threads:
             settings = ("--steps", str(steps), "--seconds", str(options.seconds), "--threads", str(threads))
             try:
@@ -367,6 +421,9 @@ def main() -> None:
             except (subprocess.SubprocessError, ValueError) as error:
                 found = {"rows": {}, "notes": {"failed": type(error).__name__}}
                 print(getattr(error, "stderr", None) or error, file=sys.stderr)
+            before = results.get(called(name, threads), {})
+            for kind in ("rows", "notes"):
+                found[kind].update({WHOLE: before[kind][WHOLE]} if WHOLE in before.get(kind, {}) else {})
             results[called(name, threads)] = found
             kept(results, show=False)
     kept(results, show=True)

@@ -311,23 +311,25 @@ def draw(results: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(2, len(STEPS), figsize=(3.4 * len(STEPS), 7.6), squeeze=False, sharey=True)
-    colours: dict[str, str] = {}
+    colours: dict[str, Any] = {}
+    drawn: dict[str, Any] = {}
     for row, threads in enumerate((1, 2)):
         for panel, name in zip(panels[row], STEPS, strict=True):
             found = results.get(called(name, threads), {"rows": {}})
             lines: dict[str, list[dict[str, Any]]] = {}
             for key, cell in found["rows"].items():
-                lines.setdefault(key.rsplit(" ", 1)[0] if "share" in cell else key, []).append(cell)
+                label = key.rsplit(" ", 1)[0] if "share" in cell else "equinox" if "equinox" in key else key
+                lines.setdefault(label, []).append(cell)
             for label, cells in lines.items():
                 marker = {"remat": "s--", "remat compiled": "o-"}.get(label, "*")
-                colour = colours.setdefault(label, f"C{len(colours)}" if len(colours) < 10 else "black")
+                colour = colours.setdefault(label, mpl.colormaps["tab20"](len(colours) * 2 % 20 + len(colours) // 10))
                 sizes, times = [c["share_of_plain"] for c in cells], [c["wall_ratio"] for c in cells]
-                panel.plot(sizes, times, marker, color=colour, label="" if row or name != "lstm" else label)
+                (drawn[label],) = panel.plot(sizes, times, marker, color=colour)
             title = called(name, threads)
             panel.set(title=title, xscale="log", xlim=(0.015, 4), ylim=(0, 3), xlabel="peak / plain")
             panel.grid(alpha=0.3)
         panels[row][0].set_ylabel("wall time / plain")
-    figure.legend(loc="lower center", ncols=5, fontsize=9, frameon=False)
+    figure.legend(drawn.values(), drawn, loc="lower center", ncols=5, fontsize=9, frameon=False)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(RESULTS / "loops.png", dpi=110)
     pyplot.close(figure)
@@ -353,9 +355,9 @@ NOTES = [
     "stage times measured once, when the plan was made. JAX's bytes are XLA's own account; its times, like all "
     "others, stand beside the plain PyTorch loop's. torch.compile is tried with one thread, as it takes longest; the "
     "whole loop by itself (--whole-loop), with other work on the machine. "
-    "What a run leaves out keeps its rows. Faster at equal peak are JAX's scans, as XLA compiles a loop as a whole where "
-    "here every step is a few calls from Python; and torch.compile of the whole spiking loop at half of plain's peak, one "
-    "program of all steps, which takes minutes to compile and is good for one length.",
+    "What a run leaves out keeps its rows. Faster at equal peak are JAX's scans, as XLA compiles a loop as a whole "
+    "where here every step is a few calls from Python; and torch.compile of the whole spiking loop at half of plain's "
+    "peak, one program of all steps, which takes minutes to compile and is good for one length.",
 ]
 
 

@@ -255,6 +255,29 @@ def test_the_graph_can_be_asked_for() -> None:
         remat.fit(model, budget="1GiB", way="grahp")
 
 
+@pytest.mark.parametrize("way", ["auto", "graph"])
+def test_a_model_that_is_changed_is_planned_anew(way: str) -> None:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh())
+
+    torch.manual_seed(1)
+    model, x = nn.Sequential(*(layer() for _ in range(6))), torch.randn(256, 64)
+    with pytest.raises(remat.InfeasibleBudget) as refusal:
+        remat.fit(model, x, budget=1, way=way)
+    remat.fit(model, x, budget=refusal.value.smallest_budget_bytes * 3 // 2, way=way)
+    for change in (
+        lambda: None,
+        lambda: model[2].register_forward_hook(lambda _module, _args, result: result * 2),
+        lambda: model.__setitem__(1, layer()),
+        lambda: model.append(layer()),
+    ):
+        change()
+        plain = copy.deepcopy(model)
+        plain.remat.remove()
+        found, wanted = (trained(each, (x,), {})[1] for each in (model, plain))
+        assert_same(found, wanted)
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_and_pickles_stay_inside_the_budget(decoder: tuple[nn.Module, int], duplicate: Any) -> None:
     model, plain_bytes = decoder

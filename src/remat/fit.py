@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 import torch
@@ -193,10 +194,12 @@ class Fitted:
         leaves = structure.flatten((args, kwargs))
         modules = list(self.model.modules())
         own = [p for module in modules for p in module._parameters.values() if p is not None]
-        training = tuple([module.training for module in modules])
+        made_of = tuple([(id(module), module.training) for module in modules])  # chosen ways keep those alive they run
+        # Hooks of the model itself stand around all that is planned.
+        inside = tuple([(id(module), *map(tuple, _hooks(module))) for module in modules[1:] if any(_hooks(module))])
         parameters = tuple([(p.requires_grad, p.dtype, p.device) for p in own])
         surroundings = Surroundings({device.type for _, _, device in parameters}).key()
-        return structure, tuple(map(_like, leaves)), training, parameters, surroundings, self.budget_bytes
+        return structure, tuple(map(_like, leaves)), made_of, inside, parameters, surroundings, self.budget_bytes
 
     @staticmethod
     def _is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -209,6 +212,9 @@ def _like(leaf: Any) -> Hashable:
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, needs_gradient(leaf)
     kind: type = type(leaf)
     return leaf if isinstance(leaf, int | float | str | None) else kind
+
+
+_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -43,7 +43,8 @@ class AsGraph:
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `ways.Way`."""
         seams.remove(blocks_of(model))
-        return self.compiled(model, args, kwargs)
+        with _seeing_hooks():
+            return self.compiled(model, args, kwargs)
 
     def explain(self) -> str:
         """See `ways.Way`."""
@@ -53,6 +54,12 @@ class AsGraph:
             f"predicted     {most} at most; plain takes {plain}\n"
             f"time          {self.time_ratio:.3f} × that without recomputation, by measured operators"
         )
+
+
+def _seeing_hooks() -> AbstractContextManager[Any]:
+    """A capture in here is made again when a hook has come or gone, which PyTorch does not look for otherwise."""
+    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+    return patched
 
 
 def as_graph(
@@ -94,7 +101,8 @@ def as_graph(
     compiled = torch.compile(call_of, backend=backend, fullgraph=True, dynamic=False)
     seams.remove(blocks_of(model))
     try:
-        compiled(model, args, kwargs)
+        with _seeing_hooks():
+            compiled(model, args, kwargs)
     except Exception as error:
         if refused := _cause(error, InfeasibleBudget):
             raise refused from None

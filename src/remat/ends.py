@@ -9,7 +9,7 @@ shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,6 +19,7 @@ from .chains import Chain, Stage
 from .errors import InfeasibleBudget
 from .planners.room import smallest
 from .plans import Plan
+from .schedules import Action, Backward
 from .simulator import simulate
 
 ADAPTIVE: Final = ("auto", "tight")  # planners that find a plan wherever there is one
@@ -37,6 +38,9 @@ class Ends:
         held_bytes: by entry of the menu, what the last step's backward takes more than others: the gradients that came
             for the final carry stay, some may be copied, and where fewer arrive another program runs.
         finishing_bytes: of the first step's backward, after which gradients are handed out.
+        handed_bytes: of the adjoint that the last step's backward hands to the one before. Between steps of a range
+            there is one at any time; if none came for the final carry, the first is there from the second backward on,
+            when a traced range, whose memory goes as one, still has that of all tapes.
     """
 
     entering_bytes: int = 0
@@ -45,15 +49,20 @@ class Ends:
     first_pass_bytes: int = 0
     held_bytes: tuple[int, ...] = ()
     finishing_bytes: int = 0
+    handed_bytes: int = 0
 
     @property
     def most_bytes(self) -> int:
         """So many at most lie above what the chain of equal stages says."""
         kept, held = max(self.kept_bytes, default=0), max(self.held_bytes, default=0)
-        return self.entering_bytes + kept + self.returned_bytes + self.first_pass_bytes + held
+        return self.entering_bytes + kept + self.returned_bytes + self.first_pass_bytes + max(held, self.handed_bytes)
 
-    def on(self, chain: Chain) -> Chain:
-        """The chain of one repeated stage with both its ends."""
+    def on(self, chain: Chain, schedule: Iterable[Action] = ()) -> Chain:
+        """The chain of one repeated stage with both its ends, as they are in a schedule."""
+        first_backward = next((action for action in schedule if isinstance(action, Backward)), None)
+        if first_backward is not None and first_backward.stop - first_backward.start > 1:
+            held = self.held_bytes or (0,) * len(chain.runs[0][0].menu)
+            return replace(self, held_bytes=tuple(max(h, self.handed_bytes) for h in held)).on(chain)
         stage, count = chain.runs[0]
         if count == 1:
             return msgspec.structs.replace(chain, runs=((self._last(self._first(stage)), 1),))
@@ -95,8 +104,7 @@ def planned(chain: Chain, ends: Ends, limit: int, planner: str, plan: Planner) -
     Raises:
         InfeasibleBudget: there is none.
     """
-    real, over = ends.on(chain), 0
-    least = smallest(real)
+    least, over = smallest(ends.on(chain)), 0
     for attempt in range(_ATTEMPTS):
         try:
             made = plan(chain, limit - over, planner)
@@ -108,6 +116,7 @@ def planned(chain: Chain, ends: Ends, limit: int, planner: str, plan: Planner) -
             if least.peak_bytes > limit:
                 raise least.refusal(limit) from None
             made = plan(chain, limit, "constant")  # its peak is `least`
+        real = ends.on(chain, made.schedule)
         found = made.simulation if real == chain else simulate(real, made.schedule)
         if found.peak_bytes <= limit:
             break
@@ -119,7 +128,7 @@ def planned(chain: Chain, ends: Ends, limit: int, planner: str, plan: Planner) -
 
 def finishing(made: Plan, chain: Chain, ends: Ends, finishing_bytes: int) -> Plan | None:
     """The plan with its peak if the backward of the first step takes so many bytes; None: more than its budget."""
-    found = simulate(replace(ends, finishing_bytes=finishing_bytes).on(chain), made.schedule)
+    found = simulate(replace(ends, finishing_bytes=finishing_bytes).on(chain, made.schedule), made.schedule)
     if found.peak_bytes > made.budget_bytes:
         return None
     return replace(made, simulation=found) if found.peak_bytes > made.peak_bytes else made

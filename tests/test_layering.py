@@ -42,6 +42,7 @@ LAYERS = {
         "mutable",
         "needs",
         "nodes",
+        "paces",
         "profiler",
         "ranges",
         "recent",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeVar
+from statistics import median
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from .meter import metering
 
 T = TypeVar("T")
+_FRESH_BYTES: Final = 1 << 22
+_TRIES: Final = 3
 Job = Callable[[Callable[[], object]], T]
 
 
@@ -61,13 +65,10 @@ class OnDevice:
         return [Reading(p.net_bytes, p.peak_bytes, s) for p, s in zip(session.phases, spans, strict=False)], value
 
     def seconds_of(self, job: Job[object]) -> list[float]:
-        """See `Gauge`.
-
-        Where one thread does all the work, its own seconds, which stand still while others have the processor.
-        """
+        """See `Gauge`."""
         marks: list[float] = []
         on_device = self.device.type == "cuda"
-        clock = time.perf_counter if on_device or torch.get_num_threads() > 1 else time.thread_time
+        clock = time.perf_counter if on_device else _clock(torch.get_num_threads())
 
         def mark() -> None:
             if on_device:
@@ -76,6 +77,30 @@ class OnDevice:
 
         job(mark)
         return [after - before for before, after in pairwise(marks)]
+
+
+def page_s(threads: int) -> float:
+    """Seconds for each byte of memory that comes fresh from the system, which clears it when it is first used.
+
+    Whether memory that was given back comes fresh is up to the C library, and differs between processes: half of it is
+    as good a guess as any.
+    """
+    clock, spans = _clock(threads), list[float]()
+    for _ in range(_TRIES):
+        with mmap.mmap(-1, _FRESH_BYTES) as memory:
+            block = torch.frombuffer(memory, dtype=torch.uint8)
+            marks = [clock()]
+            for _ in range(2):
+                block.zero_()
+                marks.append(clock())
+            del block
+        spans.append((marks[1] - marks[0]) - (marks[2] - marks[1]))
+    return max(median(spans), 0.0) / _FRESH_BYTES / 2
+
+
+def _clock(threads: int) -> Callable[[], float]:
+    """Where one thread does all the work, its own seconds, which stand still while others have the processor."""
+    return time.thread_time if threads == 1 else time.perf_counter
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from .errors import InfeasibleBudget, StepError
 from .gauges import OnDevice
 from .kept import left_alone
 from .needs import Needed
+from .paces import Paces, joined
 from .plans import Plan, plan
 from .profiler import Costs
 from .recent import Recent
@@ -36,6 +37,7 @@ from .trials import measure_last, measure_step
 
 Value = TypeVar("Value")
 _KEPT: Final = 256  # steps and plans are remembered
+_RANGE: Final = 64  # steps of the longest range whose seconds are taken
 _SURVEYED: Final = 1000  # steps at most are run to see what they need
 
 
@@ -188,12 +190,20 @@ def _planned(call: Call, nature: Nature, limit: int, planner: str) -> Planned:
     finishing_bytes = 0 if call.traced is None else _costs[key].finishing_bytes
 
     def make() -> tuple[Plan, bool]:
-        made = replace(planned(chain, ends, limit, planner, plan), remarks=remarks)
-        return _turned(made, chain, ends, finishing_bytes)
+        made = replace(_paced(_costs[key].paces, chain, ends, limit, planner), remarks=remarks)
+        return _turned(made, made.chain, ends, finishing_bytes)
 
     every = _ends(call, nature, None, key) if spared else None
     made, turned = _plans.recall(like, make)
     return Planned(nature, made, spared, every, finishing_bytes, turned, call.key(), _look_once(call))
+
+
+def _paced(paces: Paces | None, chain: Chain, ends: Ends, limit: int, planner: str) -> Plan:
+    """A plan, its seconds those of steps in ranges as long as its own."""
+    made = planned(chain, ends, limit, planner, plan)
+    if paces is None:
+        return made
+    return planned(paces.on(chain, made.schedule), ends, limit, planner, plan)
 
 
 def _look_once(call: Call) -> Callable[[], None] | None:
@@ -266,7 +276,8 @@ def _trace(call: Call, nature: Nature) -> tuple[tuple[Hashable, ...], tuple[tupl
 def _menu_costs(call: Call, nature: Nature, limit: int, input_gradient_bytes: int) -> Costs:
     """The costs of one step, with every entry of its menu if it has one."""
     measured = partial(measure_step, call, nature, limit, input_gradient_bytes, OnDevice(call.device))
-    measured = partial(measured, groups=_groups.get(call.codes, ()))
+    groups = _groups.get(call.codes, ())
+    measured = partial(measured, groups=groups, longest=0 if groups else _RANGE)
     if call.traced is None:
         return measured()
     found = [measured(entry=entry) for entry in range(len(call.traced.menu))]
@@ -278,7 +289,8 @@ def _menu_costs(call: Call, nature: Nature, limit: int, input_gradient_bytes: in
     stage = msgspec.structs.replace(found[0].stage, menu=tuple(tapes))
     state_bytes = found[0].state_bytes + call.traced.shared_bytes
     finishing_bytes = max(costs.finishing_bytes for costs in found)
-    return replace(found[0], stage=stage, state_bytes=state_bytes, finishing_bytes=finishing_bytes)
+    paces = joined([costs.paces for costs in found])
+    return replace(found[0], stage=stage, state_bytes=state_bytes, finishing_bytes=finishing_bytes, paces=paces)
 
 
 def _ends(call: Call, nature: Nature, arriving: Arrivals | None, key: Hashable) -> Ends:
@@ -296,7 +308,15 @@ def _ends(call: Call, nature: Nature, arriving: Arrivals | None, key: Hashable) 
         free = _costs[key].parameter_gradient_bytes
         holds = [max(held, last - free - t.backward_workspace_bytes) for last, t in zip(lasts, tapes, strict=True)]
     kept = tuple(traced.copied_bytes(menu.entry.leaving) for menu in traced.menu)
-    return Ends(traced.entering_bytes(call.carry), kept, traced.copied_bytes(range(width)), passing, tuple(holds))
+    handed = min(sum(compress(nature.carry_bytes, nature.needed.carry)), _costs[key].stage.carry_bytes)
+    return Ends(
+        entering_bytes=traced.entering_bytes(call.carry),
+        kept_bytes=kept,
+        returned_bytes=traced.copied_bytes(range(width)),
+        first_pass_bytes=passing,
+        held_bytes=tuple(holds),
+        handed_bytes=handed,
+    )
 
 
 def _last_backwards(call: Call, nature: Nature, arriving: Arrivals) -> list[int]:

@@ -213,7 +213,7 @@ class Call:
         sweep.add_to(torch.zeros_like(x))
         carry = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in self.initial(part, states)]
 
-        def start() -> Trial:
+        def start(_steps: int) -> Trial:
             return Trial(self.interpreter(sweep, carry, iter(())), arriving)
 
         def arriving() -> tuple[list[torch.Tensor | None], Any]:

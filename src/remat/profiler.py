@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Final
 
@@ -22,6 +23,7 @@ from .ambient import recomputing
 from .chains import Chain, Stage, Tape
 from .gauges import Gauge, Reading, no_collections
 from .interpreter import Interpreter
+from .paces import Paces, paces_of, timed_ranges, timed_schedule
 from .ranges import SELECTIVE, WHOLE
 from .recorded import hooks_set_aside
 from .schedules import Action, Advance, Backward, Load, Record
@@ -60,6 +62,7 @@ _IN_PAIRS: Final[tuple[Action, ...]] = (
 )
 _LAST: Final[tuple[Action, ...]] = (Advance(0, 3), Record(3, 4), Backward(3, 4))
 ROUNDS: Final = 3
+_TIMED_S: Final = 0.06  # a run that tells the paces is no longer than this
 _SCALARS: Final = 16  # bytes: a recorder's own two, made before anything is measured
 _WORTH: Final = 15 / 16  # of a whole tape, carry included: a selective one keeps less, or is left out
 
@@ -78,6 +81,7 @@ class Costs:
         state_bytes: bytes of the states that are kept all the time: those at the start and those after the
             forward.
         first_pass_bytes: bytes of the states that are held until the forward is over, as nothing changes them.
+        paces: how long ranges of such steps take, if ranges of several lengths were timed.
         finishing_bytes: most bytes of the first step's backward, after which gradients are handed out, where that of
             another step takes `backward_workspace_bytes`.
     """
@@ -91,6 +95,7 @@ class Costs:
     sparse_gradient_bytes: int = 0
     first_pass_bytes: int = 0
     finishing_bytes: int = 0
+    paces: Paces | None = None
 
     def chain(self, length: int, input_gradient_bytes: int) -> Chain:
         """The chain of `length` such steps."""
@@ -142,6 +147,10 @@ class Trial:
     arriving: Callable[[], tuple[list[torch.Tensor | None], list[torch.Tensor | None]]]
 
 
+Start = Callable[[int], Trial]
+Timed = list[tuple[Action, float]]
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What can be read off a step's results: bytes of outputs, of outputs and carry that need a gradient.
@@ -157,30 +166,33 @@ class Sizes:
 
 
 def profile(
-    start: Callable[[], Trial],
+    start: Start,
     sizes: Sizes,
     gauge: Gauge,
     room_bytes: Callable[[Costs], int],
     *,
     rounds: int = ROUNDS,
     selective: bool = False,
+    longest: int = 0,
 ) -> Costs:
     """Measure one step.
 
     Args:
-        start: makes a fresh trial of `STEPS` steps.
+        start: makes a fresh trial of so many steps.
         sizes: what is known of the step's results.
         gauge: what measures.
         room_bytes: how many bytes a first estimate leaves beyond the smallest budget; pairs run only where they fit.
         rounds: how often seconds are taken; with 0 they are those that a `Tape` has by default.
         selective: whether to look at selective tapes as well; not where stages change their carry in place.
+        longest: ranges of up to so many steps are timed, as far as there is room and time; paces are read off these.
     """
     with recomputing(), no_collections():
-        _run(start(), _SINGLY, WHOLE)  # what kernels and the step make once is made now
+        _run(start(STEPS), _SINGLY, WHOLE)  # what kernels and the step make once is made now
         whole = _Entry(start, gauge, WHOLE)
         first = whole.costs(sizes)
         tape = first.stage.menu[0]
-        pairs = room_bytes(first) >= tape.tape_bytes + first.stage.carry_bytes
+        room, further_bytes = room_bytes(first), tape.tape_bytes + first.stage.carry_bytes
+        pairs = room >= further_bytes
         if pairs:
             whole.measure_pairs()
         entries = [whole]
@@ -189,21 +201,26 @@ def profile(
         for _ in range(rounds):
             for entry in entries:
                 entry.take_time()
+        paces = None
+        if rounds and pairs:
+            stored = len(timed_ranges(longest)) * first.stage.carry_bytes
+            longest = min(longest, (room - stored) // max(further_bytes, 1))
+            paces = whole.paces(longest, rounds)
     costs = whole.costs(sizes)
     menu = menu_of(costs.stage.menu[0], (entry.tape() for entry in entries[1:]), costs.stage.forward_s)
-    return replace(costs, stage=msgspec.structs.replace(costs.stage, menu=menu))
+    return replace(costs, stage=msgspec.structs.replace(costs.stage, menu=menu), paces=paces)
 
 
-def last_backward_bytes(start: Callable[[], Trial], gauge: Gauge) -> int:
+def last_backward_bytes(start: Start, gauge: Gauge) -> int:
     """Most bytes that the backward of the last step takes, with the gradients of parameters that it makes."""
     with recomputing(), no_collections():
-        _run(start(), _LAST, WHOLE)  # what is made once is made now, what arrives from outside too
-        trial = start()
+        _run(start(STEPS), _LAST, WHOLE)  # what is made once is made now, what arrives from outside too
+        trial = start(STEPS)
         phases, _ = gauge.bytes_of(lambda mark: _run(trial, _LAST, WHOLE, mark))
     return phases[len(_LAST)].peak_bytes
 
 
-def _selective(whole: Costs, start: Callable[[], Trial], gauge: Gauge) -> list[_Entry]:
+def _selective(whole: Costs, start: Start, gauge: Gauge) -> list[_Entry]:
     """The second entry, if the stage can be recorded so, and then keeps less."""
     try:
         other = _Entry(start, gauge, SELECTIVE)
@@ -230,15 +247,15 @@ def menu_of(whole: Tape, others: Iterable[Tape], advance_s: float) -> tuple[Tape
 class _Entry:
     """Measurements of one entry of the menu."""
 
-    def __init__(self, start: Callable[[], Trial], gauge: Gauge, entry: int) -> None:
+    def __init__(self, start: Start, gauge: Gauge, entry: int) -> None:
         self._start, self._gauge, self._entry = start, gauge, entry
-        self._timed: list[list[tuple[Action, float]]] = []
+        self._timed: list[Timed] = []
         self._pairs: list[Reading] | None = None
         self._singly, self._parameters = self._metered(_SINGLY)
-        self._aside = _Aside.of(start().interpreter)
+        self._aside = _Aside.of(start(STEPS).interpreter)
 
     def _metered(self, actions: tuple[Action, ...]) -> tuple[list[Reading], tuple[int, int]]:
-        trial = self._start()
+        trial = self._start(STEPS)
         phases, parameters = self._gauge.bytes_of(lambda mark: _run(trial, actions, self._entry, mark))
         return phases[1 : len(actions) + 1], parameters  # the first is what comes before the first action
 
@@ -248,11 +265,26 @@ class _Entry:
 
     def take_time(self) -> None:
         """Take the seconds once more, of replays: most runs of a stage are, and a first pass warms the caches."""
-        actions, trial = _SINGLY if self._pairs is None else _IN_PAIRS, self._start()
+        actions, trial = _SINGLY if self._pairs is None else _IN_PAIRS, self._start(STEPS)
         _run(trial, actions, self._entry)
         again = (Load(0), *actions)
         spans = self._gauge.seconds_of(lambda mark: _run(trial, again, self._entry, mark))
         self._timed.append(list(zip(again, spans, strict=True)))
+
+    def paces(self, longest: int, rounds: int) -> Paces | None:
+        """Take the seconds of ranges of several lengths, shorter ones where they take long; None if all would be."""
+        step_s = sum(_seconds(self._timed, kind) for kind in (Advance, Record, Backward))
+        while longest > 2 and sum(timed_ranges(longest)) * step_s > _TIMED_S:
+            longest //= 2
+        if longest <= 2:
+            return None
+        actions, first, again = timed_schedule(longest), list[Timed](), list[Timed]()
+        for _ in range(rounds):
+            trial = self._start(sum(timed_ranges(longest)))
+            for runs, done in ((first, actions), (again, (Load(0), *actions))):
+                spans = self._gauge.seconds_of(partial(_run, trial, done, self._entry))
+                runs.append(list(zip(done, spans, strict=True)))
+        return paces_of(first, again)
 
     def tape(self) -> Tape:
         """What is known so far."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from statistics import median
 from typing import TypeVar
 
 import torch
@@ -15,7 +17,7 @@ from .calls import Call, Nature
 from .collectives import greatest
 from .discovery import firsts, marked
 from .errors import StepError
-from .gauges import Gauge
+from .gauges import Gauge, OnDevice, page_s
 from .kept import left_alone
 from .loops import Loop, Outputs
 from .needs import could_need
@@ -49,11 +51,13 @@ class Trials:
         self.nature = replace(nature, settled=True, orbit=((most, nature.needed.outputs),))  # the most there can be
         self._held: Gradients | None = None
 
-    def start(self) -> Trial:
-        """A fresh one."""
+    def start(self, steps: int) -> Trial:
+        """A fresh one of so many steps."""
         self.outputs.flush()  # what waits from the trial before must not be released in the next
+        if self.outputs.length != steps:
+            self.loop.outputs = self.outputs = Outputs(steps)
         self.states.restart()
-        run = self.call.interpreter(self.loop, self.nature, iter(()), self.carry, self.states, STEPS, entry=self._entry)
+        run = self.call.interpreter(self.loop, self.nature, iter(()), self.carry, self.states, steps, entry=self._entry)
         return Trial(run, self._arriving)
 
     def _arriving(self) -> Gradients:
@@ -98,15 +102,38 @@ def measure_step(
     entry: int = 0,
     rounds: int = ROUNDS,
     groups: tuple[str, ...] = (),
+    longest: int = 0,
 ) -> Costs:
-    """The costs of one step, with one entry of its menu, measured in small runs on copies of the carry."""
+    """The costs of one step, with one entry of its menu, measured in small runs on copies of the carry.
+
+    Args:
+        call, nature: the step.
+        limit: bytes that there are for the whole loop.
+        input_gradient_bytes: those of the gradients of all inputs.
+        gauge: what measures.
+        entry: which entry of the menu.
+        rounds: as for `profile`.
+        groups: process groups in which the step communicates; all run it equally often.
+        longest: as for `profile`.
+    """
     trials = Trials(call, nature, entry=entry)
 
     def room_bytes(costs: Costs) -> int:
         room = limit - smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
         return -greatest(groups, [-room])[0] if groups else room
 
-    return trials.measured(lambda: profile(trials.start, nature.sizes, gauge, room_bytes, rounds=rounds))
+    job = partial(profile, trials.start, nature.sizes, gauge, room_bytes, rounds=rounds)
+    costs = trials.measured(partial(job, longest=min(longest, call.length)))
+    if costs.paces is None:
+        return costs
+    fresh_s = page_s(torch.get_num_threads()) if call.device.type == "cpu" else 0.0
+    return replace(costs, paces=replace(costs.paces, keeping_s=_keeping_s(call, nature), page_s=fresh_s))
+
+
+def _keeping_s(call: Call, nature: Nature) -> float:
+    """Seconds for each carry that a first pass keeps, to see which of the states that belong to it have changed."""
+    states = States(call.sources, call.streams | nature.needed.changes)
+    return median(OnDevice(call.device).seconds_of(lambda mark: [(mark(), states.take()) for _ in range(ROUNDS + 2)]))
 
 
 def measure_last(call: Call, nature: Nature, arrivals: Arrivals, gauge: Gauge, entry: int) -> int:

@@ -61,6 +61,13 @@ def clamped(z: Tensor) -> Tensor:
     return z
 
 
+def halved(z: Tensor) -> Tensor:
+    """A hook without asking, on what may need no gradient."""
+    z = z * 1.0
+    z.register_hook(lambda g: g * 0.5)
+    return z
+
+
 def without_gradient(z: Tensor) -> Tensor:
     with torch.no_grad():
         return torch.tanh(z)
@@ -73,7 +80,9 @@ def in_half_precision(layer: nn.Module, z: Tensor) -> Tensor:
             return z.float() + layer.weight[0]
 
 
-SCOPE = {f.__name__: f for f in (torch, F, random, np, checkpoint, Named, Data, Twice, clamped, without_gradient)}
+SCOPE = {
+    f.__name__: f for f in (torch, F, random, np, checkpoint, Named, Data, Twice, clamped, halved, without_gradient)
+}
 SCOPE |= {"F": F, "np": np, "H": H, "B": B, "in_half_precision": in_half_precision}
 
 # What a line of a step may compute: {p} and {q} are tensors of shape (B, H) that exist by then.
@@ -81,6 +90,8 @@ EXPRESSIONS = [
     "torch.tanh({p} @ w + {q})",
     "torch.sin({p} @ v)",
     "{p} @ effective + {q}",
+    "torch.tanh({p} @ turned + {q} @ squared)",
+    "halved({p} + {q})",
     "F.linear({p}, GLOBAL)",
     "layer({p}).relu()",
     "frozen({p})",
@@ -170,7 +181,10 @@ class Recipe:
         scope: dict[str, Any] = {**SCOPE, "__name__": "of the user", "GLOBAL": everywhere, "a": a, "b": b}
         exec(self.source, scope)
         effective, drop = raw / raw.norm(), nn.Dropout(0.2)
-        step = scope["make"](w, v, effective, layer, frozen, norm, drop, table, own, learned, xs, sparse)
+        turned, squared = w.t(), v * v
+        step = scope["make"](
+            w, v, turned, squared, effective, layer, frozen, norm, drop, table, own, learned, xs, sparse
+        )
         start = CONTAINERS[self.container][1].format(a="a", b="b", t=COUNTERS[self.counter][0])
         carry = eval(start, scope)
         wrt = {"w": w, "v": v, "raw": raw, "table": table, "global": everywhere, "xs": xs}
@@ -228,7 +242,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     lines.append(f"return {carry}, {form.format(', '.join(outputs))}")
     source = "\n".join(
         (
-            "def make(w, v, effective, layer, frozen, norm, drop, table, own, learned, xs, sparse):",
+            "def make(w, v, turned, squared, effective, layer, frozen, norm, drop, table, own, learned, xs, sparse):",
             "    def step(carry, x):",
             *(f"        {line}" for line in lines),
             "    return step",

@@ -151,6 +151,6 @@ def _representative(call: Call, nature: Nature, loop: Loop) -> Leaves:
     watching = States(call.sources, call.streams | nature.needed.changes)
     with recomputing(), torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
         entering = copied(marked(carry, call.needs))
-        after = copied(detached(loop.run(0, entering, loop.inputs(0, recording=False), first=True)[0]))
+        after = copied(detached(loop.run(0, entering, loop.inputs(0, recording=True), first=True)[0]))
     # Counters and such begin anew, or steps would be run that never come.
     return [new if could_need(new) else old for old, new in zip(carry, after, strict=True)]

@@ -338,8 +338,8 @@ class Surroundings:
             self._dtype == torch.get_default_dtype()
             and self._autocast == _autocast_states(self._device_types)
             and self._weights_cached == bool(parametrize._cache_enabled)
-            and not any(_missing(self._function_modes, _function_modes()))
-            and not any(_missing(self._dispatch_modes, _dispatch_modes()))
+            and not (self._function_modes and any(_missing(self._function_modes, _function_modes())))
+            and not (self._dispatch_modes and any(_missing(self._dispatch_modes, _dispatch_modes())))
         )
 
     @contextmanager

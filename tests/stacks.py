@@ -236,6 +236,23 @@ def weights_and_what_was_made_of_them() -> Program:
 
 
 @stack
+def changed_in_place_after_a_hook() -> Program:
+    """Without autograd, blocks do not come so far; and they count, beside what they change."""
+
+    def block(linear: nn.Linear) -> Callable[[Any], Any]:
+        def run(carry: Any) -> Any:
+            h, total, count = carry
+            h = torch.tanh(linear(h))
+            h.register_hook(lambda g: g * 0.5)
+            return h, total.add_(h.detach()), count + 1
+
+        return run
+
+    linears = [nn.Linear(D, D) for _ in range(5)]
+    return Program([*map(block, linears)], (torch.randn(B, D), torch.zeros(B, D), 0), wrt=parameters(*linears))
+
+
+@stack
 def tied_blocks() -> Program:
     one, other, x = Residual(), Residual(drop=0.2), leaf(B, D)
     return of([one, other, one, one, other], x, x=x)

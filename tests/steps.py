@@ -1038,6 +1038,20 @@ def gradients_clipped_without_asking(steps: int) -> Program:
 
 
 @program
+def carry_changed_in_place_after_a_hook(steps: int) -> Program:
+    """What is changed shows only with autograd: without it, the step does not come so far."""
+    w, xs = leaf(H, H), leaf(steps, B, H)
+
+    def step(carry: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        h, total = carry
+        h = torch.tanh(h @ w + x)
+        h.register_hook(lambda g: g * 0.5)
+        return (h, total.add_(h.detach())), h * 2
+
+    return Program(step, (torch.zeros(B, H), torch.zeros(B, H)), xs, wrt={"w": w, "xs": xs})
+
+
+@program
 def gradients_clipped_on_entry(steps: int) -> Program:
     w, xs = leaf(H, H), leaf(steps, B, H)
 

@@ -34,6 +34,7 @@ class Discovery:
         self.states = States(call.sources)
         self.casts: frozenset[int] = frozenset()
         self.aliases = Aliases()
+        self.changed: set[int] = set()  # leaves of the carry that a recorded step changes in place
         self.moved: set[int] = set()  # leaves of the carry that any step replaces
         self.needs_autograd = False  # or a step without it returns the same
 
@@ -53,8 +54,9 @@ class Discovery:
             versions = [tensor._version for tensor in fixed]
             plain = self._without_autograd(0, carry)
             left = self._left()
-            changed = [place for place, version in before.items() if carry[place]._version != version]
+            changed = {place for place, version in before.items() if carry[place]._version != version}
             orbit, after, outputs, unread = self._orbit(plain, left)
+            changed |= self.changed
             if self.aliases.foreign & self.aliases.overwritten(changed):
                 raise StepError(
                     "the step changes its carry in place, and returns as its carry an input or a tensor from outside, "
@@ -156,6 +158,9 @@ class Discovery:
             inner = [own.get(id(leaf), leaf) for leaf in carry]
             inputs = self._inputs(index)
             versions = [leaf._version for leaf in inputs if isinstance(leaf, torch.Tensor)]
+            before = [
+                (place, leaf, leaf._version) for place, leaf in enumerate(inner) if isinstance(leaf, torch.Tensor)
+            ]
             after, outputs = self.loop.run(index, inner, inputs, first=True)
             if versions != [leaf._version for leaf in inputs if isinstance(leaf, torch.Tensor)]:
                 raise StepError(
@@ -163,6 +168,7 @@ class Discovery:
                 )
             nodes = [leaf.grad_fn for leaf in (*after, *outputs) if needs_gradient(leaf)]
             self.casts |= cast_among(nodes, self.call.captured)
+        self.changed |= {place for place, leaf, version in before if leaf._version != version}
         given = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
         self.aliases.note(inner, after, outputs, [*given, *self.call.fixed, *self.call.captured])
         self.moved |= {place for place, (old, new) in enumerate(zip(inner, after, strict=True)) if old is not new}

@@ -137,6 +137,7 @@ class _Walk:
         self.surroundings, self.clock = surroundings, Clock(gauge)
         self._structure, self._carry = structure, carry
         self._kind = Kind.of(structure, carry)
+        self._needs = self._kind.needs
         self._at = 0  # the carry at hand enters this block
         places = Structure((arguments, keywords))
         around = tuple(map(_kind, (*places.flatten((arguments, keywords)), *shared)))
@@ -172,9 +173,15 @@ class _Walk:
         for index in range(self._at, len(before)):
             changes = [self.blocks[index].sources_of(before[index].changes)]
             stage = Blocks([self.blocks[index].function], self._structure, changes, self.arguments, self.keywords)
-            with torch.no_grad(), self.surroundings.own_cast_cache(), as_they_were(changes[0]):
-                carry = copied(self._carry) if before[index].copies else self._carry
-                self._carry, _ = stage.run(0, carry, [], first=True)
+            known, needs = before[index], before[index - 1].leaving.needs if index else self._needs
+            with (
+                torch.set_grad_enabled(known.grad_mode),
+                self.surroundings.own_cast_cache(),
+                as_they_were(changes[0]),
+            ):
+                carry = _marked(detached(self._carry), needs) if known.grad_mode else self._carry
+                carry = copied(carry) if known.copies or known.grad_mode else carry
+                self._carry = detached(stage.run(0, carry, [], first=True)[0])
             after = stage.structures[1]
             assert after is not None
             self._structure = after
@@ -240,7 +247,11 @@ class _Look:
             refuse_changes(fixed, versions)
             del carry
             states.restart()
-            structure, after = self._record(copies=copies)
+            inner, structure, after = self._record(copies=copies or plain is None)
+            if plain is None:  # it would not run without autograd, and shows now what it does
+                copies = any(map(_changed, inner))
+                aliases = bool(set(_storages(inner)) & set(_storages(after)))
+            del inner
             changed = self._changes(states)
         same = plain is not None and structure == plain[0] and all(map(_same_bits, plain[1], after))
         leaving = Kind.of(structure, after)
@@ -304,18 +315,21 @@ class _Look:
             ) from None
         return [number for number, *_ in changes]
 
-    def _record(self, *, copies: bool) -> tuple[Structure, Leaves]:
+    def _record(self, *, copies: bool) -> tuple[Leaves, Structure, Leaves]:
+        """What the block was given, a clone where it may be changed in place, and what it returned."""
         first_sequence = sequence_number()
         stages = self.stages()
         with torch.enable_grad(), self.walk.surroundings.own_cast_cache():
-            inner = [leaf.clone() if needs_gradient(leaf) or copies else leaf for leaf in self.carry]
+            tensors = (leaf for leaf in self.carry if isinstance(leaf, torch.Tensor))
+            clones = {id(leaf): leaf.clone() for leaf in tensors if copies or needs_gradient(leaf)}
+            inner = [clones.get(id(leaf), leaf) for leaf in self.carry]
             after, _ = stages.run(0, inner, [], first=True)
         known = filter(needs_gradient, self.carry)
         nodes = [leaf.grad_fn for leaf in after if needs_gradient(leaf)]
         self.block.lookout(self.captured).look(nodes, known, first_sequence)
         structure = stages.structures[1]
         assert structure is not None
-        return structure, after
+        return inner, structure, after
 
 
 # ---- small things
@@ -326,6 +340,10 @@ def _marked(leaves: Leaves, needs: Sequence[bool]) -> Leaves:
         if need and isinstance(leaf, torch.Tensor) and can_need(leaf):
             leaf.requires_grad_()
     return leaves
+
+
+def _changed(clone: Any) -> bool:
+    return isinstance(clone, torch.Tensor) and clone._version > 0
 
 
 def _without_memory(leaf: torch.Tensor) -> torch.Tensor:

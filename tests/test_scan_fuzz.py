@@ -306,11 +306,14 @@ def test_random_programs(recipe: Recipe) -> None:
         seen = replace(
             seen, gradients={name: close_to(seen.gradients[name], g) for name, g in expected.gradients.items()}
         )
+        if "expanded" in recipe.starts:  # and so is that of sums over a carry that was expanded, and is copied
+            close = {path: close_to(seen.outputs[path], leaf) for path, leaf in expected.outputs.items()}
+            seen = replace(seen, outputs=close)
     assert_same(seen, expected)
 
 
-def close_to(found: Tensor | None, expected: Tensor | None) -> Tensor | None:
+def close_to(found: Any, expected: Any) -> Any:
     """What is expected, if that is what was found but for rounding."""
-    if found is None or expected is None:
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor) or not found.is_floating_point():
         return found
     return expected if torch.allclose(found.to_dense(), expected.to_dense(), rtol=1e-4, atol=1e-5) else found

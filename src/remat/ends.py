@@ -20,10 +20,10 @@ from .errors import InfeasibleBudget
 from .planners.room import smallest
 from .plans import Plan
 from .schedules import Action, Backward
-from .simulator import simulate
+from .simulator import Simulation, simulate
 
 ADAPTIVE: Final = ("auto", "tight")  # planners that find a plan wherever there is one
-_ATTEMPTS: Final = 5  # to leave room for what the ends take; the last leaves it all
+_ATTEMPTS: Final = 7  # to leave room for what the ends take, and no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,12 @@ def planned(chain: Chain, ends: Ends, limit: int, planner: str, plan: Planner) -
     Raises:
         InfeasibleBudget: there is none.
     """
-    least, over = smallest(ends.on(chain)), 0
+    least = smallest(ends.on(chain))
+    best: Plan | None = None
+    failing, fitting, over = 0, ends.most_bytes, 0
     for attempt in range(_ATTEMPTS):
         try:
-            made = plan(chain, limit - over, planner)
+            made = plan(chain, max(limit - over, 1), planner)
         except InfeasibleBudget as error:
             if planner not in ADAPTIVE:
                 raise InfeasibleBudget(
@@ -115,15 +117,35 @@ def planned(chain: Chain, ends: Ends, limit: int, planner: str, plan: Planner) -
                 ) from None
             if least.peak_bytes > limit:
                 raise least.refusal(limit) from None
-            made = plan(chain, limit, "constant")  # its peak is `least`
+            # Its peak is `least`. The ends may want other entries of the menu than steps in the middle.
+            made = replace(plan(ends.on(chain), limit, "constant"), chain=chain)
         real = ends.on(chain, made.schedule)
         found = made.simulation if real == chain else simulate(real, made.schedule)
         if found.peak_bytes <= limit:
+            fitting = over
+            if best is None or made.seconds < best.seconds:
+                best = replace(made, budget_bytes=limit, simulation=_fuller(made.simulation, found))
+        else:
+            failing = over
+        over = _next(over, found.peak_bytes - limit, failing, fitting, found_one=best is not None)
+        if over >= ends.most_bytes or (best is None and attempt == _ATTEMPTS - 2):
+            over = ends.most_bytes
+        if best is not None and over in (failing, fitting):
             break
-        # By what is missing, which may move the peak; but it never lies above the chain's by more than `most_bytes`.
-        over = min(over + found.peak_bytes - limit, ends.most_bytes) if attempt < _ATTEMPTS - 2 else ends.most_bytes
-    worse = found.peak_bytes > made.peak_bytes
-    return replace(made, budget_bytes=limit, simulation=found if worse else made.simulation)
+    assert best is not None, "with room for all that the ends take, every plan fits"
+    return best
+
+
+def _next(over: int, missing: int, failing: int, fitting: int, *, found_one: bool) -> int:
+    """How many bytes to leave next: by what is missing, which may leave the peak where it is, then by more.
+
+    Between what is too little and enough, by halves.
+    """
+    return (failing + fitting) // 2 if found_one else over + max(missing, over)
+
+
+def _fuller(chain: Simulation, ends: Simulation) -> Simulation:
+    return ends if ends.peak_bytes > chain.peak_bytes else chain
 
 
 def finishing(made: Plan, chain: Chain, ends: Ends, finishing_bytes: int) -> Plan | None:

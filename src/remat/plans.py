@@ -222,14 +222,18 @@ def _named(name: str, chain: Chain, budget_bytes: int) -> Schedule:
 
 def _auto(chain: Chain, budget_bytes: int) -> Schedule:
     found = _first(chain, budget_bytes)
-    if found.planner == _AUTO[-1] or chain.length > _MIXED or _is_fastest(chain, found):
+    if found.planner == _AUTO[-1] or _is_fastest(chain, found):
         return found
-    # The others record all stages alike: some of them with a faster tape may fit as well.
-    try:
-        mixed = _named(_AUTO[-1], chain, budget_bytes)
-    except InfeasibleBudget:  # its sizes are rounded up
-        return found
-    return min((found, mixed), key=lambda schedule: simulate(chain, schedule).seconds)
+    # Running stages again may take less time than keeping everything by tapes that are slow to consume; and the others
+    # record all stages alike: some of them with a faster tape may fit as well.
+    options = [found]
+    others = _AUTO[_AUTO.index(found.planner) + 1 :]
+    for name in others if chain.length <= _MIXED else others[:-1]:
+        try:
+            options.append(_named(name, chain, budget_bytes))
+        except (InfeasibleBudget, UnsupportedChain):  # its sizes are rounded up, or its stages are alike
+            continue
+    return min(options, key=lambda schedule: simulate(chain, schedule).seconds)
 
 
 def _is_fastest(chain: Chain, found: Schedule) -> bool:

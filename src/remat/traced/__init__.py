@@ -2,6 +2,7 @@
 
 tracing      the step and its derivative as one functional graph over aten operators, or a reason why not
 layouts      channels last, where a step convolves
+convolutions taken apart: those of 1×1 as products, gradients of biases as sums
 graphs       small tools on such graphs: what depends on what, simplification, copying of parts
 splitting    what is kept between forward and backward, by cut
 products     matrix products by oneDNN, where that is faster

@@ -26,6 +26,15 @@ def laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return value.contiguous(memory_format=format_of(like))
 
 
+def in_layout(graph: fx.Graph, node: fx.Node, layout: torch.memory_format) -> fx.Node:
+    """A node's value in a layout: itself, or a copy behind it."""
+    if format_of(value_of(node)) is layout:
+        return node
+    made = graph.call_function(aten.clone.default, (node,), {"memory_format": layout})
+    made.meta["val"] = value_of(node).clone(memory_format=layout)
+    return made
+
+
 def blank(value: torch.Tensor) -> torch.Tensor:
     """Fresh memory for a value, in its layout."""
     return torch.empty_like(value, memory_format=format_of(value), requires_grad=False)

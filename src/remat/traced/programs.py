@@ -16,7 +16,7 @@ from torch import fx
 
 from .deferring import Branch, Link, Operand, Term, deferred
 from .graphs import ancestors, aten, is_random, name_of, nbytes, placeholder, value_of
-from .layouts import blank, format_of
+from .layouts import blank, format_of, in_layout
 from .products import through_onednn
 from .splitting import Entry, Parts
 from .tracing import Joint
@@ -88,7 +88,7 @@ class Builder:
         if zero and name_of(node) == "aten.add.Tensor" and not node.kwargs and len(zero) == 1:
             other = next(a for a in node.args if a not in self.zeros)
             if isinstance(other, fx.Node) and value_of(other).shape == value_of(node).shape:
-                self.known[node] = self.known[other]
+                self.known[node] = in_layout(self.program.graph, self.known[other], format_of(value_of(node)))
                 return
         for argument in zero:
             value = value_of(argument)
@@ -109,7 +109,7 @@ class Builder:
         return self.program.graph.node_copy(link.node, lambda a: value if a is before else self.known[a])
 
     def write(self, slot: fx.Node, value: fx.Node) -> fx.Node:
-        """Write a value into a slot, and use the slot for it from then on."""
+        """Write a value into a slot at the end (read from there earlier, Inductor may read before it writes)."""
         made = self.program.graph.call_function(aten.copy_.default, (slot, value))
         made.meta["val"] = value_of(slot)
         return made

@@ -16,7 +16,8 @@ from torch import fx
 
 from ..recorded import can_need, hooks_set_aside
 from ..trees import Leaves, Structure
-from .graphs import is_random, name_of, simplified, value_of
+from .convolutions import taken_apart
+from .graphs import is_random, name_of, remove_dead, simplified, value_of
 from .layouts import convolves, lay_out_weights, with_channels_last
 
 
@@ -246,6 +247,8 @@ class _Tracer:
         externals, constants = self._sorted(dict(zip(stream, values, strict=True)))
         if self.channels_last:
             lay_out_weights(graph, set(externals))
+        taken_apart(graph)
+        remove_dead(graph)
         found = list(next(node for node in graph.nodes if node.op == "output").args[0])
         results = [found.pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._all_results()]
         width = len(self.carry)
@@ -343,14 +346,15 @@ def _check(joint: Joint) -> None:
                 raise NotTraceable(f"it changes a tensor in place that it has not made, by {node.target}")
         elif node.op not in ("placeholder", "output"):
             raise NotTraceable(f"it contains {node.op} {node.target}")
-        if node.op == "call_function" and not all(
-            isinstance(value, torch.Tensor) for value in _tensors_of(value_of(node))
-        ):
+        if node.op == "call_function" and not _is_tensors(value_of(node)):
             raise NotTraceable(f"{node.target} returns no tensor")
     for node in (*joint.carry_gradients.values(), *joint.input_gradients.values(), *joint.captured_gradients.values()):
         if value_of(node).layout is not torch.strided:
             raise NotTraceable("it has sparse gradients")
 
 
-def _tensors_of(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple | list) else [value]
+def _is_tensors(value: Any) -> bool:
+    """Whether an operator's result is a tensor, or several of which some may not have been asked for."""
+    if isinstance(value, tuple | list):
+        return all(each is None or isinstance(each, torch.Tensor) for each in value)
+    return isinstance(value, torch.Tensor)

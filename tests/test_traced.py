@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import remat
+from halves import COMPILED, recorded_in_halves
 from plain import LOSSES, Observation, Program, leaves_of, observe, plain_scan, same
-from remat import knowledge
 from remat.loops import Loop
-from remat.schedules import Advance, Backward, Load, Record
 from remat.traced import fusing
 from remat.traced.lowering import lowered
 from remat.traced.programs import Arriving
@@ -159,11 +159,12 @@ def test_the_budget_holds_and_the_prediction_is_true(name: str) -> None:
     most = plan_of(make(), "1GiB").peak_bytes  # measured where there is room for it
     least = smallest(make())
     for budget in (least, (least + most) // 2, most):
-        made = plan_of(make(), budget)
-        peak = run(make(), budget)
+        program = make()
+        made = plan_of(program, budget)
+        peak = run(program, budget)
         assert peak <= budget
         # Where next to nothing is kept, what single programs hold for a moment is most of these small budgets.
-        assert made.peak_bytes - peak <= (0.02 if budget > least else 0.15) * budget
+        assert made.peak_bytes - peak <= (0.03 if budget > least else 0.15) * budget
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
@@ -187,30 +188,35 @@ def test_convolutions_have_channels_last_inside_and_the_callers_layout_outside(k
     assert inside.is_contiguous(memory_format=torch.channels_last) is (kernel == 3)
 
 
+@COMPILED
+@pytest.mark.parametrize("name", ["stacked-cells-with-dropout", "convolutional-lstm", "fast-weights-learned-inside"])
+def test_a_step_of_which_next_to_nothing_is_kept_is_the_plain_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recorded_in_halves(monkeypatch, "bare", "bare")
+    scan = partial(remat.scan, budget=2**30 + 1, compile="inductor")  # a budget that no other test has a plan for
+    got = observe(scan, PROGRAMS[name](), LOSSES["everything"])
+    assert made
+    assert_close(got, observe(plain_scan, PROGRAMS[name](), LOSSES["everything"]))
+
+
 def test_ranges_recorded_in_two_ways_share_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both entries of a menu in one schedule: the plain loop's gradients, of which there is one set at a time."""
+    """Several entries of a menu in one schedule: the plain loop's gradients, of which there is one set at a time."""
     cell, xs = nn.LSTMCell(4, 32), torch.randn(8, 2, 4)
     start, weights = (torch.zeros(2, 32), torch.zeros(2, 32)), list(cell.parameters())
     gradient_bytes = sum(weight.nbytes for weight in weights)
-    entries, make = [0, 0], knowledge.plan
-
-    def planned(*args: Any) -> remat.Plan:
-        late, early = entries
-        schedule = [Advance(0, 4), Record(4, 8, late), Backward(4, 8), Load(0), Record(0, 4, early), Backward(0, 4)]
-        return dataclasses.replace(make(*args), schedule=schedule)
 
     def train(scan: Any, **more: Any) -> list[Tensor]:
         _, ys = scan(lambda c, x: ((c := cell(x, c)), c[0]), start, xs, **more)
         return list(torch.autograd.grad(ys.square().sum(), weights))
 
-    monkeypatch.setattr(knowledge, "plan", planned)
     peaks = {}
-    for number, entries[:] in enumerate([(0, 0), (1, 1), (0, 1), (1, 0)]):
+    for number, pair in enumerate(itertools.product(("whole", "lean"), repeat=2)):
+        recorded_in_halves(monkeypatch, *pair)
         run = partial(train, remat.scan, budget=2**30 + number, compile="python")  # another budget is another plan
         torch.testing.assert_close(run(), train(plain_scan))
-        peaks[tuple(entries)] = remat.measure(run).peak_bytes
-    alone = max(peaks[0, 0], peaks[1, 1])
-    assert max(peaks[0, 1], peaks[1, 0]) < alone + gradient_bytes // 2
+        peaks[pair] = remat.measure(run).peak_bytes
+    for late, early in peaks:
+        alone = max(peaks[late, late], peaks[early, early])
+        assert peaks[late, early] < alone + gradient_bytes // 2
 
 
 def test_the_graph_is_made_again_where_anything_differs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -52,6 +53,13 @@ class Way:
         if outputs not in self._records:
             self._records[outputs] = Step(self.menu.record(outputs=outputs), self.stages.shared)
         return self._records[outputs]
+
+    def place_of(self, kind: str, number: int) -> Key | None:
+        """Where a tape has what the recording program reads or writes; None: nowhere."""
+        if kind == "saved":
+            place = self.menu.places.get(number)
+            return None if place is None else (kind, place)
+        return ("carry" if kind == "next" else kind), number
 
     def backward(self, arriving: Arriving) -> Back:
         """The backward program where these gradients arrive."""
@@ -142,6 +150,10 @@ class Pass:
 
     def _block(self, operand: Operand) -> torch.Tensor:
         """An operand of the steps that wait, oldest first."""
+        block = self._kept(operand)
+        return block.movedim(2, -1) if operand.last else block
+
+    def _kept(self, operand: Operand) -> torch.Tensor:
         kind, number = key = self.way.menu.plan.sources[operand]
         if kind == "input":
             loop = self.stages.loop
@@ -193,4 +205,4 @@ def _slots(operand: Operand, steps: int) -> tuple[torch.Tensor, int]:
 
 
 def by_step(columns: list[Any], count: int) -> Any:
-    return zip(*columns, strict=True) if columns else iter([()] * count)
+    return islice(zip(*columns, strict=False), count) if columns else iter([()] * count)

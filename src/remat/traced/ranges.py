@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from .graphs import value_of
 from .layouts import laid_out
 from .passes import Pass, Tape, Way, by_step
 from .programs import Arriving, Key
-from .stages import TracedStages, as_traced
+from .stages import Step, TracedStages, as_traced
 from .sums import Sums
-from .traced import Ready
 
 
 class TracedRanges:
@@ -84,7 +83,7 @@ class TracedRanges:
         with as_traced():
             carry = self._taken(action.start, take)
             tape = self._blank_tape(action, way)
-            columns, ahead = self._columns(ready, steps, tape, carry), self.stages.window().at
+            columns, ahead = self._columns(way, step, tape, carry), self.stages.window().at
             for index, column in zip(steps, by_step(columns, len(steps)), strict=True):
                 found = run(*[carry[k] for k in threaded], *column, *ahead(index), *bound)
                 carry = ready.after(found, carry)
@@ -112,19 +111,23 @@ class TracedRanges:
                 views["leaving", key[1]] = (*rows[1:], torch.empty_like(rows[0])) if last else rows[1:]
         return Tape(action.start, action.stop, stacks, views, action.entry)
 
-    def _columns(self, ready: Ready, steps: range, tape: Tape, carry: Leaves) -> list[Any]:
-        """What each step has of its own: inputs, and the slots that it reads and writes."""
-        views, columns = tape.views, list[Sequence[torch.Tensor]]()
-        for kind, number in ready.program.columns:
+    def _columns(self, way: Way, step: Step, tape: Tape, carry: Leaves) -> list[Any]:
+        """What each step has of its own: inputs, and the slots that it reads and writes; or passing memory."""
+        views, steps = tape.views, range(tape.start, tape.stop)
+        columns: list[Iterable[torch.Tensor]] = []
+        for kind, number, make in step.columns:
+            key = way.place_of(kind, number)
             if kind == "input":
                 columns.append(self.stages.columns(number, steps))
+            elif key is None:
+                columns.append(_passing(make))
             elif kind == "next":  # the last one, if its step's backward has no use for it, only the range after holds
-                kept = views["carry", number]
+                kept = views[key]
                 columns.append(views.get(("leaving", number)) or (*kept[1:], torch.empty_like(kept[0])))
-            elif kind != "ahead":
-                columns.append(views[kind, number][: len(steps)])
+            else:
+                columns.append(views[key][: len(steps)])
                 if kind == "carry":
-                    columns[-1][0].copy_(carry[number])
+                    views[key][0].copy_(carry[number])
         return columns
 
     # ---- backward
@@ -163,3 +166,9 @@ class TracedRanges:
             if first != place:
                 gradient = there.pop(place)
                 there[first] = there[first] + gradient if first in there else gradient
+
+
+def _passing(make: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Fresh memory for every step."""
+    while True:
+        yield make()

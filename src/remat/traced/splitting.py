@@ -8,6 +8,7 @@ same in every step.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +30,8 @@ _CHEAP: Final = frozenset(
         "constant_pad_nd",
     )
 )  # fmt: skip
+
+_MUCH: Final = 2  # times
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,21 @@ class Parts:
 def entries(parts: Parts) -> list[Entry]:
     """The ways to keep a step: all that its backward asks for, and, where that is less, what this can be made of."""
     whole = _entry(parts, "whole", _whole(parts))
-    lean = _entry(parts, "lean", _least(parts))
+    lean = _entry(parts, "lean", _least(parts, _cheap))
     return [whole] if size_of(parts, lean) >= size_of(parts, whole) else [whole, lean]
+
+
+def bare_entry(parts: Parts, other: Entry) -> Entry | None:
+    """As little as the whole forward can be computed from again; a part of what another entry keeps, and much less.
+
+    Where carries are small beside tapes and a budget is tight, this saves the runs that lead to a recorded step.
+    """
+    kept = _least(parts, _certain)
+    used = ancestors(parts.needed, stop=kept)
+    kept |= {node for node, place in parts.leaving.items() if node in used and parts.joint.carries[place] in kept}
+    bare = _entry(parts, "bare", kept)
+    part = bare.carries == other.carries and set(bare.saved) <= set(other.saved)
+    return bare if part and _MUCH * size_of(parts, bare) <= size_of(parts, other) else None
 
 
 def size_of(parts: Parts, entry: Entry) -> int:
@@ -136,8 +152,13 @@ def _cheap(node: fx.Node) -> bool:
     )
 
 
-def _least(parts: Parts) -> set[fx.Node]:
-    """The fewest bytes from which the backward can be computed by cheap operators alone: a minimum cut.
+def _certain(node: fx.Node) -> bool:
+    """Whether a node can be computed again at all."""
+    return node.op == "call_function" and not is_random(node)
+
+
+def _least(parts: Parts, again: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The fewest bytes from which the backward can be computed by certain operators alone: a minimum cut.
 
     Every value is an edge with its bytes for capacity; values that are not computed again hang on the source, values
     that the backward asks for on the sink (as in the min-cut partitioner of AOTAutograd, without its weights).
@@ -149,7 +170,7 @@ def _least(parts: Parts) -> set[fx.Node]:
             continue
         size = 0 if node in parts.leaving else nbytes(node)
         flow.edge((node, 0), (node, 1), size if _savable(node) else None)
-        if not _cheap(node):
+        if not again(node):
             flow.edge("source", (node, 0), None)
         for argument in node.all_input_nodes:
             if parts.is_tape(argument):

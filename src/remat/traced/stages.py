@@ -97,7 +97,7 @@ class Step:
         self.bound = [shared[number] for _, number in ready.program.bound]
         holders = [node for node in ready.program.graph.nodes if node.op == "placeholder"]
         values = map(value_of, holders[len(self.threaded) :])
-        self._columns = [
+        self.columns = [
             (*key, _maker(value))
             for key, value in zip(ready.program.columns, values, strict=False)
             if key[0] != "ahead"
@@ -110,7 +110,7 @@ class Step:
         """
         return [
             inputs[number] if kind == "input" else carry[number] if kind == "carry" else make()
-            for kind, number, make in self._columns
+            for kind, number, make in self.columns
         ]
 
 

@@ -28,7 +28,7 @@ from .programs import (
     plan_deferral,
     shared_program,
 )
-from .splitting import Entry, Parts, entries
+from .splitting import Entry, Parts, bare_entry, entries
 from .tracing import Joint, Problem, trace
 
 _HEAVY: Final = [["mm"], ["addmm"], ["bmm"], ["baddbmm"], ["convolution"], ["_softmax"], ["embedding"]]
@@ -60,10 +60,22 @@ class Ready:
 
 
 class Menu:
-    """One way to keep the step's tape: its recording program and backward programs."""
+    """One way to keep the step's tape: its recording program and backward programs.
 
-    def __init__(self, owner: Traced, entry: Entry, *, in_pieces: bool) -> None:
-        self.owner, self.entry = owner, entry
+    Args:
+        owner: the step.
+        entry: what is kept.
+        in_pieces: see `deferred`.
+        written_by: the entry whose program records this one too, which keeps some of the same.
+
+    Attributes:
+        places: where the tape has what the recording program calls a saved value, by number.
+    """
+
+    def __init__(self, owner: Traced, entry: Entry, *, in_pieces: bool, written_by: Menu | None = None) -> None:
+        self.owner, self.entry, self.written_by = owner, entry, written_by or self
+        saved = self.written_by.entry.saved
+        self.places = {k: entry.saved.index(node) for k, node in enumerate(saved) if node in entry.saved}
         self.plan: Plan = plan_deferral(owner.parts, entry, in_pieces=in_pieces)
         self._records: dict[bool, Ready] = {}
         self._programs: dict[Arriving, Program] = {}
@@ -79,6 +91,8 @@ class Menu:
 
     def record(self, *, outputs: bool) -> Ready:
         """A recorded step."""
+        if self.written_by is not self:  # what is fused with what decides about last bits, see `Traced.advance`
+            return self.written_by.record(outputs=outputs)
         outputs = outputs or self.owner.light_outputs
         if outputs not in self._records:
             self._records[outputs] = self.owner.forward(self.entry, outputs=outputs)
@@ -161,7 +175,9 @@ class Traced:
         if self._fuses:
             found = found[-1:]  # fused, what is left out costs next to nothing to compute again
         whole, pieces = (plan_deferral(self.parts, found[-1], in_pieces=flag).slot_bytes for flag in (False, True))
-        return [Menu(self, entry, in_pieces=pieces < whole) for entry in found]
+        menu = [Menu(self, entry, in_pieces=pieces < whole) for entry in found]
+        bare = bare_entry(self.parts, found[-1]) if self._fuses else None
+        return menu if bare is None else [*menu, Menu(self, bare, in_pieces=pieces < whole, written_by=menu[-1])]
 
     def _is_light(self, values: Sequence[Any]) -> bool:
         """Whether values cost so little beside the leaving carry that replays may as well compute them."""

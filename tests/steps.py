@@ -500,6 +500,19 @@ def weights_and_what_was_made_of_them(steps: int) -> Program:
 
 
 @program
+def weights_and_what_was_made_of_them_under_autocast(steps: int) -> Program:
+    """Autocast keeps one copy of a weight, and none of what was made of it."""
+    w, xs = leaf(H, H), leaf(steps, B, H, grad=False)
+    turned = w.t()
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ w + x @ turned).float()
+        return h, h
+
+    return Program(step, torch.zeros(B, H), xs, wrt={"w": w}, around=in_bfloat16)
+
+
+@program
 def weights_cached_for_all_steps(steps: int) -> Program:
     layer, xs = parametrizations.weight_norm(nn.Linear(H, H)), leaf(steps, B, H)
 

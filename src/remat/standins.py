@@ -41,7 +41,7 @@ class StandIns:
         made_of = computed_from(tensors)
         if not made_of:
             return
-        leaf_of = self._leaf_of = {id(tensors[number]): tensors[number].detach().requires_grad_() for number in made_of}
+        leaf_of = self._leaf_of = {id(tensors[number]): _leaf(tensors[number]) for number in made_of}
         self.bindings = [each._replace(value=leaf_of[id(each.value)]) for each in bindings if id(each.value) in leaf_of]
         bound = {id(binding.value) for binding in self.bindings}
         bound.update(id(leaf_of[id(tensor)]) for tensor in given if id(tensor) in leaf_of)
@@ -62,3 +62,9 @@ class StandIns:
         """All bindings, those of what is stood in for to the stand-ins."""
         stands = {binding.identity: binding for binding in self.bindings}
         return [stands.get(binding.identity, binding) for binding in bindings] if stands else list(bindings)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf of the same values, of which autocast keeps no copy either: it does of leaves that are no views."""
+    with torch.no_grad():
+        return tensor.detach().view_as(tensor).requires_grad_()

@@ -283,6 +283,20 @@ def test_an_exception_in_the_forward_leaves_the_module_as_the_plain_loop_does(wh
     assert same(trained(net, carry, xs, budget=budget)[1:-2], trained(reference, carry, xs)[1:-2])
 
 
+def test_an_exception_in_a_step_that_has_only_been_timed() -> None:
+    norm = nn.BatchNorm1d(8)
+
+    def step(carry: tuple[Tensor, int], x: Tensor) -> tuple[tuple[Tensor, int], Tensor]:
+        h, t = carry
+        if t == 5:
+            raise ZeroDivisionError
+        return (norm(h + x), t + 1), h
+
+    with pytest.raises(ZeroDivisionError):
+        remat.scan(step, (torch.zeros(4, 8), 0), torch.randn(12, 4, 8), budget="1GiB")
+    assert norm.num_batches_tracked == 5
+
+
 @pytest.mark.parametrize("budget", ["1GiB", "115KiB"])
 @pytest.mark.parametrize("at", [0, 1, 6, 12])
 def test_an_exception_in_the_backward_changes_nothing(at: int, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:

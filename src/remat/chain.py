@@ -110,7 +110,7 @@ def _run(
         return x
     missed: list[torch.Tensor] = []
     late = frozenset[int]()
-    stand_ins = _stand_ins(reached, shared, shared_kwargs)
+    stand_ins = stand_ins_of(reached, shared, shared_kwargs)
     around = stand_ins.within((shared, shared_kwargs))
     del reached
 
@@ -155,7 +155,7 @@ def plan_chain(
         raise StepError("no block needs a gradient, so nothing is kept and there is nothing to plan")
     x = untraced(functions[:front], x, shared, shared_kwargs)
     missed: list[torch.Tensor] = []
-    stand_ins = _stand_ins([Block(function) for function in functions], shared, shared_kwargs)
+    stand_ins = stand_ins_of([Block(function) for function in functions], shared, shared_kwargs)
     around = stand_ins.within((shared, shared_kwargs))
 
     def start(blocks: Sequence[Any]) -> ChainCall:
@@ -189,7 +189,7 @@ def _tensors_in(*values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _stand_ins(blocks: Sequence[Block], shared: tuple[Any, ...], named: dict[str, Any]) -> StandIns:
+def stand_ins_of(blocks: Sequence[Block], shared: tuple[Any, ...], named: dict[str, Any]) -> StandIns:
     """What stands in for tensors that were made of others which blocks use too.
 
     Raises:

@@ -11,6 +11,7 @@ A stage can be recorded in two ways, and both are measured: with its whole tape,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -205,7 +206,8 @@ def profile(
         if rounds and pairs:
             stored = len(timed_ranges(longest)) * first.stage.carry_bytes
             longest = min(longest, (room - stored) // max(further_bytes, 1))
-            paces = whole.paces(longest, rounds)
+            with suppress(Exception):  # of a step that the loop itself has to come to
+                paces = whole.paces(longest, rounds)
     costs = whole.costs(sizes)
     menu = menu_of(costs.stage.menu[0], (entry.tape() for entry in entries[1:]), costs.stage.forward_s)
     return replace(costs, stage=msgspec.structs.replace(costs.stage, menu=menu), paces=paces)

@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.progress import Progress
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .bindings import brought_back
 from .blocks.block import Block
 from .blocks.calls import ChainCall, in_need
 from .blocks.survey import untraced
 from .budgets import free_bytes
 from .calls import Call
-from .chain import front_of
+from .chain import front_of, stand_ins_of
 from .chains import Chain
 from .errors import StepError
 from .estimate import Rates
@@ -101,10 +102,13 @@ def _blocks(
             return chain_on_paper(functions, x, shared, named, speed, front=front, seen=seen)
         x, functions = untraced(functions[:front], x, shared, named), functions[front:]
         missed: list[torch.Tensor] = []
+        stand_ins = stand_ins_of([Block(function) for function in functions], shared, named)
+        around = stand_ins.within((shared, named))
         while True:
-            call = ChainCall(functions, x, shared, named, missed=missed)
             try:
-                return call.chain(call.surveyed(seen))
+                with brought_back(stand_ins.bindings):
+                    call = ChainCall(functions, x, *around, missed=missed)
+                    return call.chain(call.surveyed(seen))
             except MissedTensors as found:
                 missed += found.tensors
 
@@ -121,7 +125,8 @@ def _step(
     with torch.enable_grad():
         while True:
             try:
-                return chain_of(call, free_bytes(call.device))
+                with brought_back(call.stand_ins.bindings):
+                    return chain_of(call, free_bytes(call.device))
             except MissedTensors as missed:
                 call.captured += missed.tensors
 

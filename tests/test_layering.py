@@ -65,6 +65,7 @@ LAYERS = {
         "chunking",
         "ends",
         "explain",
+        "fakes",
         "compiling",
         "discovery",
         "fit",

@@ -6,19 +6,16 @@ Blocks are copied with fake tensors in the place of their own, and measured as r
 
 from __future__ import annotations
 
-import copy
-import types
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from .ambient import Source
+from .ambient import Source, Surroundings
 from .blocks.block import Block, Blocks
 from .blocks.calls import ChainCall
 from .blocks.costs import Clock, Subject, measured
@@ -28,12 +25,13 @@ from .captures import reach
 from .chains import Chain
 from .errors import StepError
 from .estimate import Ledger, OnPaper, Rates
+from .fakes import Fakes
 from .inputs import Inputs
 from .needs import Flags, Needed, flags_of, united
 from .recorded import can_need, copied, detached, needs_gradient
 from .selective import storages_of
 from .silence import silence
-from .trees import Leaves, Structure, leaves_of
+from .trees import Leaves, Structure
 from .trials import measure_step
 
 _STREAM_BYTES: Final = 5056  # of PyTorch's on the CPU
@@ -113,11 +111,12 @@ def step_on_paper(step: Callable[[Any, Any], Any], carry: Any, xs: Any, length: 
 def _nature(call: Call, rates: Rates) -> Nature:
     """What the step does; what it changes beside its carry become the call's sources."""
     loop = call.loop(None, call.carry, call.inputs.leaves)
-    inner, memory = copied(detached(call.carry)), storages_of(_tensors(call.carry))
-    versions = [leaf._version for leaf in _tensors(inner)]
-    with Ledger(rates) as ledger, torch.no_grad():
-        loop.run(0, inner, loop.inputs(0, recording=False), first=True)
-    copies = versions != [leaf._version for leaf in _tensors(inner)]
+    with Ledger(rates) as ledger:
+        first = _FirstRun.of(
+            lambda carry: loop.run(0, carry, loop.inputs(0, recording=False), first=True)[0],
+            copied(call.carry),
+            call.surroundings,
+        )
     needs, orbit = flags_of(call.carry), list[tuple[Flags, Flags]]()
     while True:  # until nothing more comes to need a gradient
         leaves = [_marked(leaf, need) for leaf, need in zip(copied(detached(call.carry)), needs, strict=True)]
@@ -127,7 +126,7 @@ def _nature(call: Call, rates: Rates) -> Nature:
         if wider == needs:
             break
         needs = wider
-    changed = ledger.written - memory
+    changed = ledger.written - storages_of(_tensors(first.given))
     buffers = [tensor for tensor in reach(call.step).tensors if storages_of([tensor]) & changed]
     call.sources = (*[_STREAM] * ledger.draws, *map(_buffer_source, buffers))
     call.streams = frozenset()
@@ -135,8 +134,8 @@ def _nature(call: Call, rates: Rates) -> Nature:
         needed=Needed(needs, united(flags for _, flags in orbit), frozenset(range(len(call.sources)))),
         orbit=tuple(orbit),
         settled=True,
-        copies=copies,
-        grad_mode=False,
+        copies=first.copies,
+        grad_mode=first.grad_mode,
         carry_bytes=tuple(leaf.nbytes if isinstance(leaf, torch.Tensor) else 0 for leaf in after),
         output_bytes=tuple(leaf.nbytes if isinstance(leaf, torch.Tensor) else 0 for leaf in outputs),
         moved_bytes=_bytes(after),
@@ -151,69 +150,6 @@ def _needs_values(what: str, error: Exception) -> StepError:
     return StepError(
         f"{what} asks for values of tensors, and on paper there are none ({error}); profile it on its device"
     )
-
-
-class Fakes:
-    """Fake tensors for real ones, the same for the same."""
-
-    def __init__(self, mode: FakeTensorMode, device_type: str) -> None:
-        # Autograd cannot run on fake tensors of a device that this build of PyTorch lacks: then the CPU stands in.
-        here = device_type == "cpu" or torch.cuda.is_available()
-        self._mode, self._device = mode, device_type if here else "cpu"
-        self._memo: dict[int, Any] = {}  # as copy.deepcopy takes it
-        self._originals: list[Any] = []  # which it refers to by number only
-
-    def take(self, functions: Sequence[Callable[..., Any]], others: Any) -> None:
-        """Make the fakes of all tensors in sight."""
-        for tensor in (leaf for leaf in leaves_of(others) if isinstance(leaf, torch.Tensor)):
-            self._take(tensor)
-        for function in functions:
-            for tensor in Block(function).tensors:
-                self._take(tensor)
-
-    def _take(self, tensor: torch.Tensor) -> None:
-        if id(tensor) not in self._memo:
-            self._originals.append(tensor)
-            self._memo[id(tensor)] = self._fake(tensor)
-
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Like it; on the device that is planned for where the tensor is on none."""
-        if tensor.layout is not torch.strided:
-            raise StepError(f"a tensor of layout {tensor.layout} cannot be worked out on paper; profile on the device")
-        device = self._device if tensor.device.type == "meta" else tensor.device
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        if isinstance(tensor, torch.nn.Parameter):
-            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        made.requires_grad_(tensor.requires_grad)
-        if tensor.is_leaf and tensor.grad is not None:
-            made.grad = torch.empty_like(made)
-        return made
-
-    def copy(self, value: Any) -> Any:
-        """A value with its tensors replaced; a function with those that it closes over."""
-        if isinstance(value, types.FunctionType):
-            return self._copy_of_function(value)
-        try:
-            return copy.deepcopy(value, self._memo)
-        except (TypeError, RuntimeError, NotImplementedError) as error:
-            raise StepError(
-                f"{type(value).__name__} cannot be copied ({error}), so it cannot be worked out on paper; profile it "
-                "on its device"
-            ) from None
-
-    def _copy_of_function(self, function: types.FunctionType) -> types.FunctionType:
-        made: types.FunctionType | None = self._memo.get(id(function))
-        if made is None:
-            cells = tuple(types.CellType() for _ in function.__closure__ or ())
-            made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells or None)
-            self._memo[id(function)] = made
-            self._originals.append(function)
-            made.__defaults__ = self.copy(function.__defaults__)
-            made.__kwdefaults__ = self.copy(function.__kwdefaults__)
-            for cell, old in zip(cells, function.__closure__ or (), strict=True):
-                with suppress(ValueError):  # it has nothing in it yet
-                    cell.cell_contents = self.copy(old.cell_contents)
-        return made
 
 
 class _Watched(Ledger):  # type: ignore[no-untyped-call, unused-ignore]
@@ -298,40 +234,48 @@ class _Desk:
 
     def _look(self, block: Block, entering: _Carry, seen_as: Hashable) -> tuple[Known, _Carry]:
         carry = entering.leaves
-        memory = storages_of(_tensors(carry))
-        inner, stages = detached(carry), self._stages(block, entering)
-        versions = [leaf._version for leaf in _tensors(inner)]
-        with _Watched(self.rates) as ledger, torch.no_grad():
-            plain, _ = stages.run(0, inner, [], first=True)
+        stages = self._stages(block, entering)
+        with _Watched(self.rates) as ledger:
+            run = _FirstRun.of(lambda leaves: stages.run(0, leaves, [], first=True)[0], carry, self.call.surroundings)
         alike = seen_as, ledger.story(block.captured), tuple(map(type, _modules(block.function)))
         if alike in self._alike:
             return self._alike[alike]
-        copies = versions != [leaf._version for leaf in _tensors(inner)]
-        aliases = bool(memory & storages_of(_tensors(plain)))
-        after, _ = stages.run(0, [_used(leaf) for leaf in carry] if copies else carry, [], first=False)
+        given, copies, grad_mode = storages_of(_tensors(run.given)), run.copies, run.grad_mode
+        aliases = bool(given & storages_of(_tensors(run.after)))
+        after, _ = stages.run(0, [_used(leaf) for leaf in carry] if run.copies else carry, [], first=False)
         needs = tuple(map(needs_gradient, after))
         structure = stages.structures[1]
         assert structure is not None
-        leaving = _Carry(structure, [_marked(leaf, need) for leaf, need in zip(detached(plain), needs, strict=True)])
-        del after, plain
+        leaving = _Carry(
+            structure, [_marked(leaf, need) for leaf, need in zip(detached(run.after), needs, strict=True)]
+        )
+        del after, run
         sizes = _bytes(carry), _bytes(leaving.leaves)
         stage, gradients = measured(
-            self._subject(block, entering, leaving, sizes, copies=copies, draws=ledger.draws),
+            self._subject(block, entering, leaving, sizes, copies=copies, grad_mode=grad_mode, draws=ledger.draws),
             self.call.surroundings,
             Clock(OnPaper(self.rates), rounds=0),
         )
-        changed = ledger.written - memory
+        changed = ledger.written - given
         state_bytes = sum(tensor.nbytes for tensor in block.tensors if storages_of([tensor]) & changed)
         kind = Kind.of(structure, leaving.leaves)
         draws = frozenset({0}) if ledger.draws else frozenset[int]()
-        known = Known(kind, *sizes, copies, aliases, False, (), state_bytes, draws, stage, tuple(gradients))
+        known = Known(kind, *sizes, copies, aliases, grad_mode, (), state_bytes, draws, stage, tuple(gradients))
         return self._alike.setdefault(alike, (known, leaving))
 
     def _stages(self, block: Block, entering: _Carry) -> Blocks:
         return Blocks([block.function], entering.structure, [()], self.call.arguments, self.call.keywords)
 
     def _subject(
-        self, block: Block, entering: _Carry, leaving: _Carry, sizes: tuple[int, int], *, copies: bool, draws: bool
+        self,
+        block: Block,
+        entering: _Carry,
+        leaving: _Carry,
+        sizes: tuple[int, int],
+        *,
+        copies: bool,
+        grad_mode: bool,
+        draws: bool,
     ) -> Subject:
         needs = [needs_gradient(leaf) for leaf in leaving.leaves]
         captured = used_by(block, self.call.shared, self.call.summed)
@@ -347,10 +291,38 @@ class _Desk:
             captured=captured,
             summed=sum(id(tensor) in self.call.summed for tensor in captured),
             copies=copies,
-            grad_mode=False,
+            grad_mode=grad_mode,
             sources=(),
             streams=(_STREAM,) if draws else (),
         )
+
+
+class _FirstRun(NamedTuple):
+    """A stage as it was first run.
+
+    Attributes:
+        given, after: what it was given, and what it returned.
+        copies: whether it changed its carry in place.
+        grad_mode: whether it cannot do without autograd.
+    """
+
+    given: Leaves
+    after: Leaves
+    copies: bool
+    grad_mode: bool
+
+    @classmethod
+    def of(cls, run: Callable[[Leaves], Leaves], carry: Leaves, surroundings: Surroundings) -> _FirstRun:
+        """Without autograd, if it can do without."""
+        given = detached(carry)
+        versions = [leaf._version for leaf in _tensors(given)]
+        after = surroundings.without_autograd(lambda: run(list(given)))
+        if grad_mode := after is None:
+            given = list(map(_used, carry))
+            versions = [leaf._version for leaf in _tensors(given)]
+            after = run(list(given))
+        copies = versions != [leaf._version for leaf in _tensors(given)]
+        return cls(given, after, copies, grad_mode)
 
 
 def _tensors(leaves: Leaves) -> list[torch.Tensor]:

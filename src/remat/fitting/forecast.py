@@ -21,10 +21,11 @@ from ..chain import front_of
 from ..chains import Chain
 from ..errors import FitError, InfeasibleBudget, RematError
 from ..estimate import Rates
+from ..fakes import Fakes
 from ..graph.op_costs import estimated
 from ..graph.planning import Planner
 from ..graph.tracing import trace
-from ..paper import Fakes, chain_on_paper
+from ..paper import chain_on_paper
 from . import outside, seams
 from .loops import Loop, blocks_of
 from .pending import PendingUse

@@ -25,7 +25,12 @@ from stacks import STACKS, budget_at, chained, plain_chain
 from steps import PROGRAMS
 
 # Their stages change the carry in place, transform functions, or run a backward of their own.
-WHOLE_ONLY = {"carry-changed-in-place", "fast-weights-learned-inside", "nested-gradient-transform"}
+WHOLE_ONLY = {
+    "carry-changed-in-place",
+    "carry-changed-in-place-after-a-hook",
+    "fast-weights-learned-inside",
+    "nested-gradient-transform",
+}
 
 
 def selective_where_possible(chain: Chain, budget_bytes: int, planner: str) -> Plan:

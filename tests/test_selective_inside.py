@@ -82,7 +82,7 @@ def selective_plan(chain: Chain, budget_bytes: int, planner: str) -> Plan:
 def test_every_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = PROGRAMS[name]
     expected = observe(plain_scan, make())
-    monkeypatch.setattr(knowledge, "planned", lambda chain, _, *rest: selective_plan(chain, *rest[:2]))
+    monkeypatch.setattr(knowledge, "_paced", lambda _, chain, __, *rest: selective_plan(chain, *rest))
     monkeypatch.setattr(knowledge, "_plans", Recent(9))
     assert_same(observe(partial(remat.scan, **settings_at(make(), "half")), make()), expected)
 

@@ -203,7 +203,7 @@ def profile(
             for entry in entries:
                 entry.take_time()
         paces = None
-        if rounds and pairs:
+        if rounds and pairs and len(entries) == 1:
             stored = len(timed_ranges(longest)) * first.stage.carry_bytes
             longest = min(longest, (room - stored) // max(further_bytes, 1))
             with suppress(Exception):  # of a step that the loop itself has to come to

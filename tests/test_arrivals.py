@@ -73,6 +73,7 @@ def test_every_loss_after_every_other_stays_within_the_budget(
     job = Job(wide=wide, compiled=compiled)
     expected = {loss: job.train(loss) for loss in LOSSES}
     for budget in (job.smallest(), job.smallest() * 4 // 3):
+        job.plan(budget)  # what is not known yet is measured, which takes more than so small a loop
         for before in list(LOSSES)[:-1]:
             for after in LOSSES:
                 forget()
@@ -129,6 +130,27 @@ def test_a_last_range_of_several_steps_has_room_for_the_adjoint_between_them(
     monkeypatch.setattr(knowledge, "_menu_costs", costs)
     taken, predicted, budget = automaton_within(0.3, "python")
     assert taken <= predicted <= min(budget, 1.01 * taken)
+
+
+@pytest.mark.parametrize("compiled", [False, "python"])
+def test_what_was_measured_within_too_little_is_measured_again_where_there_is_room(
+    forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch, compiled: Any
+) -> None:
+    """A refused budget has no room for two steps in one range, without which nobody knows what these share."""
+    job = Job(wide=False, compiled=compiled)
+    chains = []
+    for start in ("refused", "unlimited"):
+        monkeypatch.setattr(knowledge, "_costs", Recent(9))
+        budget = 8 * job.smallest() // 7 if start == "refused" else 2**30
+        for loss in LOSSES if start == "refused" else ():
+            for limit in (job.smallest() + 1000, budget):  # without room for two steps, and with
+                forget()
+                job.plan(limit)
+                assert job.within(limit, loss).peak_bytes <= limit, (limit, loss)
+        forget()
+        chains.append(job.plan(2**30).chain)
+    sizes = [[tape.tape_bytes, tape.leaving_bytes] for chain in chains for tape in chain.runs[0][0].menu]
+    assert sizes[: len(sizes) // 2] == sizes[len(sizes) // 2 :]
 
 
 def automaton_within(share: float, compiled: Any) -> tuple[int, int, int]:

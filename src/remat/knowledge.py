@@ -242,7 +242,14 @@ def chain_of(call: Call, limit: int) -> Chain:
 
 def _chain(call: Call, nature: Nature, limit: int, key: Hashable) -> Chain:
     gradients = _input_gradient_bytes(call)
-    costs = _costs.recall(key, lambda: _menu_costs(call, nature, limit, gradients))
+    together = call.codes in _groups  # then all measure as often
+
+    def will_do(known: Costs) -> bool:
+        if together or not 0 < known.pairs_from_bytes <= limit:
+            return True
+        return known.pairs_from_bytes + _ends(call, nature, None, key).most_bytes > limit
+
+    costs = _costs.recall(key, lambda: _menu_costs(call, nature, limit, gradients), will_do)
     return _owning(costs, call.inputs.owned_bytes).chain(call.length, gradients)
 
 
@@ -290,7 +297,14 @@ def _menu_costs(call: Call, nature: Nature, limit: int, input_gradient_bytes: in
     state_bytes = found[0].state_bytes + call.traced.shared_bytes
     finishing_bytes = max(costs.finishing_bytes for costs in found)
     paces = joined([costs.paces for costs in found])
-    return replace(found[0], stage=stage, state_bytes=state_bytes, finishing_bytes=finishing_bytes, paces=paces)
+    return replace(
+        found[0],
+        stage=stage,
+        state_bytes=state_bytes,
+        finishing_bytes=finishing_bytes,
+        paces=paces,
+        pairs_from_bytes=min((c.pairs_from_bytes for c in found if c.pairs_from_bytes), default=0),
+    )
 
 
 def _ends(call: Call, nature: Nature, arriving: Arrivals | None, key: Hashable) -> Ends:
@@ -299,14 +313,19 @@ def _ends(call: Call, nature: Nature, arriving: Arrivals | None, key: Hashable) 
     flags = nature.needed.carry if arriving is None else arriving.carry
     held = min(sum(compress(nature.carry_bytes, flags)), _costs[key].stage.carry_bytes)
     passing = _costs[key].first_pass_bytes
+    # A tape that only may keep its leaving carry has that counted in place of workspace, but not the last tape of all.
+    maybe = [tape.leaving_bytes if _costs[key].pairs_from_bytes else 0 for tape in tapes]
+    holds = [held + more for more in maybe]
     if traced is None:
-        return Ends(first_pass_bytes=passing, held_bytes=(held,) * len(tapes))
-    held += traced.copied_bytes(compress(range(width), flags))
-    holds = [held] * len(tapes)
+        return Ends(first_pass_bytes=passing, held_bytes=tuple(holds))
+    copies = traced.copied_bytes(compress(range(width), flags))
+    holds = [each + copies for each in holds]
     if arriving is not None:  # another program runs at the end, which takes what it takes
         lasts = _lasts.recall((key, arriving), lambda: _last_backwards(call, nature, arriving))
         free = _costs[key].parameter_gradient_bytes
-        holds = [max(held, last - free - t.backward_workspace_bytes) for last, t in zip(lasts, tapes, strict=True)]
+        holds = [
+            max(h, last - free - t.backward_workspace_bytes) for h, last, t in zip(holds, lasts, tapes, strict=True)
+        ]
     kept = tuple(traced.copied_bytes(menu.entry.leaving) for menu in traced.menu)
     handed = min(sum(compress(nature.carry_bytes, nature.needed.carry)), _costs[key].stage.carry_bytes)
     return Ends(

@@ -196,7 +196,9 @@ class Call:
             if self._directions == 2:
                 part = part._replace(reverse=True)  # costs a little more than forward; one measurement for both
             shape = (key, part.level > 0, self.needs[part.level], size)
-            return _costs.recall(shape, lambda: self._measure(part, size, room))
+            return _costs.recall(
+                shape, lambda: self._measure(part, size, room), lambda c: not 0 < c.pairs_from_bytes <= room
+            )
 
         return Work(limit, tuple(fixed), 4 * self.levels * wide, steps, self._pieces, measured)
 
@@ -220,7 +222,7 @@ class Call:
             return [torch.zeros_like(leaf) for leaf in carry], [Pieces(out[..., self.column(part)], cut.pieces)]
 
         with torch.enable_grad():
-            return profile(start, Sizes(0, 0, 0), OnDevice(x.device), lambda costs: room - _most_bytes(costs), rounds=0)
+            return profile(start, Sizes(0, 0, 0), OnDevice(x.device), room, _most_bytes, rounds=0)
 
 
 def _most_bytes(costs: Costs) -> int:

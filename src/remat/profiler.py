@@ -85,6 +85,8 @@ class Costs:
         paces: how long ranges of such steps take, if ranges of several lengths were timed.
         finishing_bytes: most bytes of the first step's backward, after which gradients are handed out, where that of
             another step takes `backward_workspace_bytes`.
+        pairs_from_bytes: the budget from which two stages in one range can be measured; 0: they were. Before, tapes are
+            taken to keep their leaving carry, which they may not.
     """
 
     stage: Stage
@@ -97,6 +99,7 @@ class Costs:
     first_pass_bytes: int = 0
     finishing_bytes: int = 0
     paces: Paces | None = None
+    pairs_from_bytes: int = 0
 
     def chain(self, length: int, input_gradient_bytes: int) -> Chain:
         """The chain of `length` such steps."""
@@ -170,7 +173,8 @@ def profile(
     start: Start,
     sizes: Sizes,
     gauge: Gauge,
-    room_bytes: Callable[[Costs], int],
+    limit: int,
+    least_bytes: Callable[[Costs], int],
     *,
     rounds: int = ROUNDS,
     selective: bool = False,
@@ -182,7 +186,7 @@ def profile(
         start: makes a fresh trial of so many steps.
         sizes: what is known of the step's results.
         gauge: what measures.
-        room_bytes: how many bytes a first estimate leaves beyond the smallest budget; pairs run only where they fit.
+        limit, least_bytes: the budget, and the smallest one by a first estimate; pairs run only where there is room.
         rounds: how often seconds are taken; with 0 they are those that a `Tape` has by default.
         selective: whether to look at selective tapes as well; not where stages change their carry in place.
         longest: ranges of up to so many steps are timed, as far as there is room and time; paces are read off these.
@@ -192,7 +196,8 @@ def profile(
         whole = _Entry(start, gauge, WHOLE)
         first = whole.costs(sizes)
         tape = first.stage.menu[0]
-        room, further_bytes = room_bytes(first), tape.tape_bytes + first.stage.carry_bytes
+        further_bytes = tape.tape_bytes + first.stage.carry_bytes
+        room = limit - least_bytes(first)
         pairs = room >= further_bytes
         if pairs:
             whole.measure_pairs()
@@ -210,7 +215,8 @@ def profile(
                 paces = whole.paces(longest, rounds)
     costs = whole.costs(sizes)
     menu = menu_of(costs.stage.menu[0], (entry.tape() for entry in entries[1:]), costs.stage.forward_s)
-    return replace(costs, stage=msgspec.structs.replace(costs.stage, menu=menu), paces=paces)
+    stage, pairs_from = msgspec.structs.replace(costs.stage, menu=menu), limit - room + further_bytes
+    return replace(costs, stage=stage, paces=paces, pairs_from_bytes=0 if pairs else pairs_from)
 
 
 def last_backward_bytes(start: Start, gauge: Gauge) -> int:

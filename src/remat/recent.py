@@ -21,10 +21,12 @@ class Recent(OrderedDict[Key, Value]):
         super().__init__()
         self._most = most
 
-    def recall(self, key: Key, make: Callable[[], Value]) -> Value:
-        """What is remembered, or is made and remembered from now on; what making it raises is not."""
+    def recall(self, key: Key, make: Callable[[], Value], will_do: Callable[[Value], bool] = lambda _: True) -> Value:
+        """What is remembered and will do, or is made and remembered from now on; what making it raises is not."""
         found = self.get(key, self)  # itself: nothing, also if another thread forgets it meanwhile
-        value = make() if found is self else cast("Value", found)
+        value = cast("Value", found)
+        if found is self or not will_do(value):
+            value = make()
         self.put(key, value)
         return value
 

@@ -118,11 +118,11 @@ def measure_step(
     """
     trials = Trials(call, nature, entry=entry)
 
-    def room_bytes(costs: Costs) -> int:
-        room = limit - smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
-        return -greatest(groups, [-room])[0] if groups else room
+    def least_bytes(costs: Costs) -> int:
+        least = smallest(costs.chain(call.length, input_gradient_bytes)).peak_bytes
+        return greatest(groups, [least])[0] if groups else least
 
-    job = partial(profile, trials.start, nature.sizes, gauge, room_bytes, rounds=rounds)
+    job = partial(profile, trials.start, nature.sizes, gauge, limit, least_bytes, rounds=rounds)
     costs = trials.measured(partial(job, longest=min(longest, call.length)))
     if costs.paces is None:
         return costs

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import remat
+from plain import plain_scan, same
 from remat.paces import Pace, Paces, joined, paces_of, timed_ranges, timed_schedule
 from remat.schedules import Action, Advance, Backward, Record, Store
 from remat.simulator import simulate
@@ -114,3 +118,33 @@ def test_a_plan_for_a_loop_knows_ranges_of_several_lengths() -> None:
     tapes = [made(length).chain.stage(0).menu[0] for length in (50, 1, 1)]
     assert tapes[1] == tapes[2], "measured once"
     assert len({tape.forward_s for tape in tapes}) == 2, "one step alone takes another time than one of fifty"
+
+
+@pytest.mark.parametrize("kind", ["list", "attribute"])
+def test_steps_that_are_only_timed_change_nothing(kind: str) -> None:
+    """They go further than the first few, which tell what a step changes."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.count, self.seen = nn.Linear(4, 4), 0, list[int]()
+
+        def forward(self, carry: tuple[Tensor, int], x: Tensor) -> tuple[tuple[Tensor, int], Tensor]:
+            h, t = carry
+            h = torch.tanh(self.linear(h) + x + self.count + len(self.seen))
+            if t >= 6 and kind == "list":
+                self.seen.append(t)
+            elif t >= 6:
+                self.count += 1
+            return (h, t + 1), h
+
+    def trained(loop: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(1)
+        net, results = Late(), list[Any]()
+        for _ in range(2):
+            ys = loop(net, (torch.zeros(3, 4), 0), torch.randn(40, 3, 4))[1]
+            ys.sum().backward()
+            results += [ys.detach(), net.linear.weight.grad.clone(), net.count, list(net.seen)]
+        return results
+
+    assert same(trained(partial(remat.scan, budget="1GiB")), trained(plain_scan))

@@ -304,6 +304,11 @@ class Call:
             grad_mode=lambda stage: nature.grad_mode or (seen is not None and stage >= seen.reached),
         )
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that the step could change."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
     def keeps_nothing(self, nature: Nature) -> bool:
         """Whether the step changes nothing in which it could keep tensors."""
         return not any(self.sources[number].kept for number in nature.needed.changes)

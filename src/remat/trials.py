@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ from .recorded import copied, detached, needs_gradient
 from .trees import Leaves
 
 Value = TypeVar("Value")
+_BESIDE: Final = 16  # a part of the budget that buffers may take once more while steps are timed
 Gradients = tuple[list[torch.Tensor | None], list[torch.Tensor | None]]
 
 
@@ -72,13 +74,19 @@ class Trials:
             self._held = adjoint, stacked
         return adjoint, stacked
 
-    def measured(self, job: Callable[[], Value]) -> Value:
-        """What a job says that runs trials and leaves no trace."""
+    def measured(self, job: Callable[[], Value], *, thorough: bool = False) -> Value:
+        """What a job says that runs trials and leaves no trace.
+
+        Args:
+            job: the job.
+            thorough: whether it goes further than the steps whose changes are known, so that more has to be put back.
+        """
         call = self.call
 
         def watched() -> Value:
             watching = States(call.sources, call.streams | self.nature.needed.changes)
-            with torch.enable_grad(), watching.undisturbed(), left_alone(call.places):
+            others = self._others_undisturbed() if thorough else nullcontext()
+            with torch.enable_grad(), watching.undisturbed(), left_alone(call.places), others:
                 try:
                     return job()
                 except RuntimeError as error:
@@ -90,6 +98,19 @@ class Trials:
                     ) from error
 
         return by_itself(watched, call.surroundings)
+
+    @contextmanager
+    def _others_undisturbed(self) -> Iterator[None]:
+        """Leave what no step was seen to change as it is; untouched, if none does."""
+        known = self.call.streams | self.nature.needed.changes
+        sources = [source for number, source in enumerate(self.call.sources) if number not in known]
+        states = [source.get() for source in sources]
+        try:
+            yield
+        finally:
+            for source, state in zip(sources, states, strict=True):
+                if not source.same(state, source.get()):
+                    source.set(state)
 
 
 def measure_step(
@@ -123,7 +144,10 @@ def measure_step(
         return greatest(groups, [least])[0] if groups else least
 
     job = partial(profile, trials.start, nature.sizes, gauge, limit, least_bytes, rounds=rounds)
-    costs = trials.measured(partial(job, longest=min(longest, call.length)))
+    further = call.traced is None  # a graph changes nothing else in any step
+    if further and call.buffer_bytes * _BESIDE > limit:
+        longest = 0
+    costs = trials.measured(partial(job, longest=min(longest, call.length)), thorough=further and longest > STEPS)
     if costs.paces is None:
         return costs
     fresh_s = page_s(torch.get_num_threads()) if call.device.type == "cpu" else 0.0

@@ -313,19 +313,16 @@ def _ends(call: Call, nature: Nature, arriving: Arrivals | None, key: Hashable) 
     flags = nature.needed.carry if arriving is None else arriving.carry
     held = min(sum(compress(nature.carry_bytes, flags)), _costs[key].stage.carry_bytes)
     passing = _costs[key].first_pass_bytes
-    # A tape that only may keep its leaving carry has that counted in place of workspace, but not the last tape of all.
-    maybe = [tape.leaving_bytes if _costs[key].pairs_from_bytes else 0 for tape in tapes]
-    holds = [held + more for more in maybe]
     if traced is None:
-        return Ends(first_pass_bytes=passing, held_bytes=tuple(holds))
-    copies = traced.copied_bytes(compress(range(width), flags))
-    holds = [each + copies for each in holds]
-    if arriving is not None:  # another program runs at the end, which takes what it takes
-        lasts = _lasts.recall((key, arriving), lambda: _last_backwards(call, nature, arriving))
-        free = _costs[key].parameter_gradient_bytes
-        holds = [
-            max(h, last - free - t.backward_workspace_bytes) for h, last, t in zip(holds, lasts, tapes, strict=True)
-        ]
+        # A tape that only may keep its leaving carry has that counted in place of workspace, but not the last of all.
+        maybe = [tape.leaving_bytes if _costs[key].pairs_from_bytes else 0 for tape in tapes]
+        return Ends(first_pass_bytes=passing, held_bytes=tuple(held + more for more in maybe))
+    # Where others arrive, another program runs at the end, which takes what it takes. A leaf that is copied comes from
+    # then on in place of the adjoint between steps: it stays till the end, or its copy is there, but not both.
+    coming = Arrivals(nature.needed.carry, nature.needed.outputs) if arriving is None else arriving
+    lasts = _lasts.recall((key, coming), lambda: _last_backwards(call, nature, coming))
+    free = _costs[key].parameter_gradient_bytes
+    holds = [max(held, last - free - t.backward_workspace_bytes) for last, t in zip(lasts, tapes, strict=True)]
     kept = tuple(traced.copied_bytes(menu.entry.leaving) for menu in traced.menu)
     handed = min(sum(compress(nature.carry_bytes, nature.needed.carry)), _costs[key].stage.carry_bytes)
     return Ends(

@@ -153,6 +153,24 @@ def test_what_was_measured_within_too_little_is_measured_again_where_there_is_ro
     assert sizes[: len(sizes) // 2] == sizes[len(sizes) // 2 :]
 
 
+@pytest.mark.parametrize("compiled", [False, "python"])
+def test_a_peak_is_foreseen_by_what_arrives_where_the_budget_has_no_other_plan(
+    forget: Callable[[], None], compiled: Any
+) -> None:
+    """Another loss needs the room, so that the plan stays; what is kept for it is not foreseen as taken."""
+    job = Job(wide=True, compiled=compiled)
+    budget = job.smallest()
+    forget()
+    first = job.plan(budget)
+    taken = job.within(budget, "final carry").peak_bytes
+    known = job.plan(budget)
+    assert known.schedule == first.schedule
+    gradients_bytes = 4 * STEPS * BATCH * WIDTH
+    assert taken <= known.peak_bytes == first.peak_bytes - gradients_bytes
+    job.within(budget, "everything")
+    assert job.plan(budget) == first
+
+
 def automaton_within(share: float, compiled: Any) -> tuple[int, int, int]:
     """The measured and predicted peak of a cellular automaton, and its budget, a share of the plain loop's peak."""
     torch.manual_seed(0)

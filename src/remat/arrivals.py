@@ -110,6 +110,20 @@ def sparing(
     return Sparing(lean.chain(length, input_gradient_bytes), again, arriving, kept)
 
 
+def arriving_alone(costs: Costs, nature: Nature, chain: Chain, arriving: Arrivals) -> Chain:
+    """A chain of such steps with what gradients from outside take if no others arrive."""
+    final = _missing(nature.carry_bytes, nature.needed.carry, arriving.carry)
+    output = _missing(nature.output_bytes, nature.needed.outputs, arriving.outputs)
+    lean = replace(
+        costs,
+        output_gradient_bytes=costs.output_gradient_bytes - output,
+        final_gradient_bytes=costs.final_gradient_bytes - final,
+    ).chain(chain.length, chain.input_gradient_bytes)
+    return msgspec.structs.replace(
+        chain, output_bytes=lean.output_bytes, output_gradient_bytes=lean.output_gradient_bytes
+    )
+
+
 def _missing(sizes: Sequence[int], needed: Flags, arriving: Flags) -> int:
     """Bytes of what could get a gradient and does not."""
     return sum(compress(sizes, (need and not there for need, there in zip(needed, arriving, strict=True))))

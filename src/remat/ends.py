@@ -154,3 +154,9 @@ def finishing(made: Plan, chain: Chain, ends: Ends, finishing_bytes: int) -> Pla
     if found.peak_bytes > made.budget_bytes:
         return None
     return replace(made, simulation=found) if found.peak_bytes > made.peak_bytes else made
+
+
+def foreseen(made: Plan, chain: Chain, ends: Ends) -> Plan:
+    """The plan with its peak on a chain and ends that take no more than those it has room for."""
+    found = simulate(ends.on(chain, made.schedule), made.schedule)
+    return replace(made, simulation=found) if found.peak_bytes < made.peak_bytes else made

@@ -13,14 +13,14 @@ import torch
 
 from .ambient import States, recomputing
 from .apart import by_itself
-from .arrivals import Arrivals, Sparing, sparing
+from .arrivals import Arrivals, Sparing, arriving_alone, sparing
 from .budgets import agreed_budget_bytes
 from .calls import Call, Nature
 from .chains import Chain
 from .collectives import agreed_chain, greatest
 from .compiling import remarks_on, traced_step
 from .discovery import Discovery, marked
-from .ends import ADAPTIVE, Ends, finishing, planned
+from .ends import ADAPTIVE, Ends, finishing, foreseen, planned
 from .errors import InfeasibleBudget, StepError
 from .gauges import OnDevice
 from .kept import left_alone
@@ -105,6 +105,7 @@ class Planned(NamedTuple):
         turned: whether the plan has room for that.
         key: what the call's arriving gradients are remembered by.
         looked: if the backward shall look at every range, what it calls when it has.
+        roomy_bytes: the plan's peak with the room that it keeps for gradients that have not arrived so far.
     """
 
     nature: Nature
@@ -115,13 +116,14 @@ class Planned(NamedTuple):
     turned: bool = False
     key: Hashable = None
     looked: Callable[[], None] | None = None
+    roomy_bytes: int = 0
 
     def with_room(self, adjoint: Leaves, stacked: Leaves) -> Planned | None:
         """What to run the loop once more by, if these gradients do not fit into this one; None: they do."""
         if self.sparing is None or self.ends is None:
             return None
         limit = self.plan.budget_bytes
-        if self.sparing.finds_room(adjoint, stacked, limit - self.plan.peak_bytes):
+        if self.sparing.finds_room(adjoint, stacked, limit - self.roomy_bytes):
             return None
         made = planned(self.sparing.again, self.ends, limit, "auto", plan)
         made, turned = _turned(made, self.sparing.again, self.ends, self.finishing_bytes)
@@ -195,7 +197,32 @@ def _planned(call: Call, nature: Nature, limit: int, planner: str) -> Planned:
 
     every = _ends(call, nature, None, key) if spared else None
     made, turned = _plans.recall(like, make)
-    return Planned(nature, made, spared, every, finishing_bytes, turned, call.key(), _look_once(call))
+    there = replace(ends, finishing_bytes=finishing_bytes if turned else 0)
+    return Planned(
+        nature,
+        _as_things_are(made, call, nature, key, like, there),
+        spared,
+        every,
+        finishing_bytes,
+        turned,
+        call.key(),
+        _look_once(call),
+        made.peak_bytes,
+    )
+
+
+def _as_things_are(
+    made: Plan, call: Call, nature: Nature, key: Hashable, like: tuple[Hashable, ...], ends: Ends
+) -> Plan:
+    """The plan with the peak that it has if no other gradients arrive than before; it may have room for more."""
+    arriving = _arrived.get(call.key())
+    if arriving is None:
+        return made
+    alone = arriving_alone(_owning(_costs[key], call.inputs.owned_bytes), nature, made.chain, arriving)
+    if alone == made.chain:
+        return made
+    which = *like, alone.output_bytes, alone.output_gradient_bytes
+    return _plans.recall(which, lambda: (foreseen(made, alone, ends), False))[0]
 
 
 def _paced(paces: Paces | None, chain: Chain, ends: Ends, limit: int, planner: str) -> Plan:

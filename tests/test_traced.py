@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ import remat
 from halves import COMPILED, recorded_in_halves
 from plain import LOSSES, Observation, Program, leaves_of, observe, plain_scan, same
 from remat.loops import Loop
-from remat.traced import fusing
+from remat.traced import fusing, ranges
 from remat.traced.lowering import lowered
 from remat.traced.programs import Arriving
 from remat.traced.stages import TracedStages
@@ -188,13 +190,32 @@ def test_convolutions_have_channels_last_inside_and_the_callers_layout_outside(k
     assert inside.is_contiguous(memory_format=torch.channels_last) is (kernel == 3)
 
 
+class Passing:
+    """Memory for what steps write and no tape keeps; the most of it that there was at a time."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make, self._made, self.most = make, weakref.WeakSet[Tensor](), 0
+
+    def __iter__(self) -> Passing:
+        return self
+
+    def __next__(self) -> Tensor:
+        made = self._make()
+        self._made.add(made)
+        self.most = max(self.most, len(self._made))
+        return made
+
+
 @COMPILED
 @pytest.mark.parametrize("name", ["stacked-cells-with-dropout", "convolutional-lstm", "fast-weights-learned-inside"])
 def test_a_step_of_which_next_to_nothing_is_kept_is_the_plain_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recorded_in_halves(monkeypatch, "bare", "bare")
+    passing: list[Passing] = []
+    monkeypatch.setattr(ranges, "_passing", lambda make: passing.append(Passing(make)) or passing[-1])
     scan = partial(remat.scan, budget=2**30 + 1, compile="inductor")  # a budget that no other test has a plan for
     got = observe(scan, PROGRAMS[name](), LOSSES["everything"])
     assert made
+    assert max(each.most for each in passing) == 2  # of a step, and of the next while it takes its place
     assert_close(got, observe(plain_scan, PROGRAMS[name](), LOSSES["everything"]))
 
 

@@ -83,8 +83,9 @@ class TracedRanges:
         with as_traced():
             carry = self._taken(action.start, take)
             tape = self._blank_tape(action, way)
-            columns, ahead = self._columns(way, step, tape, carry), self.stages.window().at
-            for index, column in zip(steps, by_step(columns, len(steps)), strict=True):
+            rows, ahead = by_step(self._columns(way, step, tape, carry), len(steps)), self.stages.window().at
+            for index in steps:
+                column = next(rows)  # zipped with the steps, the first row would live as long as the range
                 found = run(*[carry[k] for k in threaded], *column, *ahead(index), *bound)
                 carry = ready.after(found, carry)
                 if first:

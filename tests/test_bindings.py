@@ -116,3 +116,35 @@ def test_parameters_lent_for_a_call(planner: str) -> None:
     assert same(gradients(lambda layers, x: remat.chain(layers, x, budget="1GiB", planner=planner)), expected)
     expected = gradients(partial(over_time, loop=plain_scan))
     assert same(gradients(partial(over_time, loop=scan_within(planner=planner))), expected)
+
+
+class Gains(nn.Module):
+    """Reads the last of more weights than are looked at of other dictionaries' items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+        self.gains = nn.ParameterList([torch.ones(1) for _ in range(300)])
+        self.named = {number: torch.ones(1) for number in range(300)}
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(h)) * self.gains[299] * self.named[299]
+
+
+@pytest.mark.parametrize("planner", ["auto", "constant"])
+def test_one_of_many_weights_replaced_since(planner: str) -> None:
+    def gradients(run: Callable[[nn.Module, Tensor], Tensor]) -> list[Any]:
+        seed_everything(1)
+        cell = Gains()
+        weights = [cell.gains[299], *cell.linear.parameters()]
+        loss = run(cell, torch.randn(B, H)).sum()
+        cell.gains[299], cell.named[299] = nn.Parameter(torch.zeros(1)), torch.zeros(1)
+        found = [torch.autograd.grad(loss, weights, retain_graph=not again) for again in (False, True)]
+        return [*found, cell.gains[299].detach(), cell.named[299]]
+
+    def scanned(loop: Loop) -> list[Any]:
+        return gradients(lambda cell, x: loop(lambda h, _: (cell(h), None), x, None, length=STEPS)[0])
+
+    assert same(scanned(scan_within(planner=planner)), scanned(plain_scan))
+    expected = gradients(lambda cell, x: plain_chain([cell] * 6, x)[0])
+    assert same(gradients(lambda cell, x: chain_within(planner=planner)([cell] * 6, x)[0]), expected)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn.utils import parametrize
 
 UNBOUND = object()
-_LOOKED_AT = 256  # items of a dictionary
+_LOOKED_AT = 256  # items of a dictionary that are no tensors or modules
 
 
 class Binding(NamedTuple):
@@ -67,7 +66,11 @@ def bindings_of(value: Any, global_names: Iterable[str] = ()) -> Iterator[Bindin
         yield from (Binding(cell, None, content_of(cell)) for cell in value.__closure__ or ())
         yield from (Binding(value.__globals__, name, value.__globals__[name]) for name in global_names)
     elif isinstance(value, dict):
-        yield from (Binding(value, key, item) for key, item in islice(value.items(), _LOOKED_AT))
+        yield from (
+            Binding(value, key, item)
+            for number, (key, item) in enumerate(value.items())
+            if number < _LOOKED_AT or isinstance(item, torch.Tensor | torch.nn.Module)
+        )
     elif isinstance(value, torch.nn.Module):
         own = vars(value)
         yield from (Binding(own, name, item) for name, item in own.items() if name not in _OF_MODULES)

@@ -216,12 +216,18 @@ def _as_things_are(
 ) -> Plan:
     """The plan with the peak that it has if no other gradients arrive than before; it may have room for more."""
     arriving = _arrived.get(call.key())
-    if arriving is None:
-        return made
+    if arriving is None or (call.traced is not None and call.compiled != "python"):
+        return made  # fused, steps in the middle take less than the last, at which fewer gradients arrive
     alone = arriving_alone(_owning(_costs[key], call.inputs.owned_bytes), nature, made.chain, arriving)
     if alone == made.chain:
         return made
-    which = *like, alone.output_bytes, alone.output_gradient_bytes
+    # Another program runs at the end, for which so much may be there all the same.
+    flags = zip(nature.needed.carry, arriving.carry, strict=True)
+    more = sum(compress(nature.carry_bytes, (need and not there for need, there in flags)))
+    ends = replace(
+        ends, held_bytes=tuple(held + more for held in ends.held_bytes), handed_bytes=ends.handed_bytes + more
+    )
+    which = *like, ends, alone.output_bytes, alone.output_gradient_bytes
     return _plans.recall(which, lambda: (foreseen(made, alone, ends), False))[0]
 
 

@@ -40,4 +40,5 @@ def settings_at(program: Program, level: str) -> dict[str, Any]:
     smallest = smallest_budget(program)
     if not share:
         return {"budget": smallest}
-    return {"budget": smallest + int(share * (plan_of(program, AMPLE).peak_bytes - smallest))}
+    # The peak is that of the gradients that have arrived so far; a budget has room for more.
+    return {"budget": smallest + int(share * max(plan_of(program, AMPLE).peak_bytes - smallest, 0))}

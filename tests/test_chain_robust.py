@@ -311,6 +311,25 @@ def test_a_block_that_is_not_deterministic_is_found() -> None:
 
 
 @levels
+def test_what_was_replaced_is_let_go_with_the_graph(settings: dict[str, Any]) -> None:
+    class Scaled(Residual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.full((D,), 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    blocks, x = [Scaled() for _ in range(4)], leaf(B, D)
+    expected = torch.autograd.grad(plain_chain(blocks, x)[0].sum(), x)
+    y = remat.chain(blocks, x, **settings)
+    old = weakref.ref(blocks[0].scale)
+    blocks[0].scale = torch.ones(D)
+    assert same(torch.autograd.grad(y.sum(), x), expected)
+    assert old() is None
+
+
+@levels
 @pytest.mark.parametrize("reads", [False, True])
 def test_the_loss_of_yesterday(settings: dict[str, Any], reads: bool) -> None:
     """A block that keeps it runs as in the plain loop; one that computes with it is refused in a sentence."""

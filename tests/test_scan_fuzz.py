@@ -272,7 +272,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         return {"budget": AMPLE, "planner": recipe.place}
     smallest = smallest_budget(recipe.make())
     share = 0.0 if recipe.place == "smallest" else float(recipe.place)
-    return {"budget": smallest + int(share * (plan_of(recipe.make(), AMPLE).peak_bytes - smallest))}
+    return {"budget": smallest + int(share * max(plan_of(recipe.make(), AMPLE).peak_bytes - smallest, 0))}
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpoint.*")

@@ -83,7 +83,8 @@ def test_every_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = PROGRAMS[name]
     expected = observe(plain_scan, make())
     monkeypatch.setattr(knowledge, "_paced", lambda _, chain, __, *rest: selective_plan(chain, *rest))
-    monkeypatch.setattr(knowledge, "_plans", Recent(9))
+    for memory in ("_plans", "_arrived"):  # a chain has no seconds and bytes of that entry
+        monkeypatch.setattr(knowledge, memory, Recent(9))
     assert_same(observe(partial(remat.scan, **settings_at(make(), "half")), make()), expected)
 
 

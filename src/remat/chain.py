@@ -332,7 +332,7 @@ class _Work:
             found = [None, *(run.adjoint[place] for place in call.carry_places)]
             self.run = None
             if not torch._C._autograd._get_current_graph_task_keep_graph():
-                self._carry = None
+                self._carry, self._moved, call.blocks = None, [], []  # blocks know what their names stood for
         return [*found, *(of_number.pop(number, None) for number in used)]
 
     @contextmanager

@@ -148,3 +148,41 @@ def test_one_of_many_weights_replaced_since(planner: str) -> None:
     assert same(scanned(scan_within(planner=planner)), scanned(plain_scan))
     expected = gradients(lambda cell, x: plain_chain([cell] * 6, x)[0])
     assert same(gradients(lambda cell, x: chain_within(planner=planner)([cell] * 6, x)[0]), expected)
+
+
+class Slotted:
+    __slots__ = ("power",)
+
+    def __init__(self) -> None:
+        self.power = 1.0
+
+
+@pytest.mark.parametrize("change", ["list", "hook removed", "hook added", "slot", "class"])
+def test_what_is_read_as_it_is_then_is_found_by_check(change: str) -> None:
+    class Net(nn.Module):
+        scale = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.factors, self.slotted = nn.Linear(4, 4), [1.0], Slotted()
+            self.hook = self.linear.register_forward_hook(lambda _, __, out: out * 1.5)
+
+        def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(self.linear(h) * self.factors[0] * self.slotted.power * Net.scale + x)
+            return h, h
+
+    seed_everything(1)
+    net = Net()
+    ys = remat.scan(net, torch.zeros(2, 4), torch.randn(9, 2, 4), budget="1GiB", planner="constant", check=True)[1]
+    if change == "list":
+        net.factors[0] = 2.0
+    elif change == "hook removed":
+        net.hook.remove()
+    elif change == "hook added":
+        net.linear.register_forward_hook(lambda _, __, out: out * 2)
+    elif change == "slot":
+        net.slotted.power = 2.0
+    else:
+        Net.scale = 2.0
+    with pytest.raises(remat.StepError, match=r"a replay of step .* another carry than its first run"):
+        ys.sum().backward()

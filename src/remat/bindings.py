@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import parametrize
 
 UNBOUND = object()
-_LOOKED_AT = 256  # items of a dictionary that are no tensors or modules
+LOOKED_AT = 256  # items of a container that are no tensors or modules
 
 
 class Binding(NamedTuple):
@@ -69,7 +69,7 @@ def bindings_of(value: Any, global_names: Iterable[str] = ()) -> Iterator[Bindin
         yield from (
             Binding(value, key, item)
             for number, (key, item) in enumerate(value.items())
-            if number < _LOOKED_AT or isinstance(item, torch.Tensor | torch.nn.Module)
+            if number < LOOKED_AT or isinstance(item, torch.Tensor | torch.nn.Module)
         )
     elif isinstance(value, torch.nn.Module):
         own = vars(value)

@@ -166,9 +166,7 @@ class Call:
         self._buffers = [buffer for buffer in buffers if id(buffer) not in kept]
         self._fingerprints: list[Any] | None = [None] * self.length if check else None
         carried = {place.identity for place in self.places}
-        self.bindings = self.stand_ins.among(reached.bindings)
-        if carried:
-            self.bindings = [each for each in self.bindings if each.identity not in carried]
+        self.bindings = [each for each in self.stand_ins.among(reached.bindings) if each.identity not in carried]
         self.codes = tuple(reached.codes)
         self._code = (*self.codes, *reached.settings)
         self.reached = reached.tensors if compiled else []

@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 
-from .bindings import Binding, bindings_of, cached_weights, content_of
+from .bindings import LOOKED_AT, Binding, bindings_of, cached_weights, content_of
 from .errors import StepError
 from .streams import is_random_source
 
 ATOMS = (int, float, complex, bool, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
 _LIBRARIES = frozenset({"torch", "numpy", "remat", *sys.stdlib_module_names}) - {"__main__", "__mp_main__"}
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")})
-_LOOKED_AT = 256  # values of a container that count as settings
 moving: set[tuple[Any, Any]] = set()  # (owner, name) of plain values that steps were seen to change: no settings
 _CHANGEABLE = (list, dict, set, deque, types.GeneratorType, torch.nn.Module)
 _WITH_NAMES = (dict, types.FunctionType, torch.nn.Module)
 _LAZY = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
@@ -181,9 +181,9 @@ def _plain_values(value: Any) -> Iterator[tuple[Any, Any, Any]]:
             named = named_globals(code) & value.__globals__.keys()
             yield from ((code, name, value.__globals__[name]) for name in sorted(named))
     elif isinstance(value, dict):
-        yield from ((dict, name, item) for name, item in islice(value.items(), _LOOKED_AT))
+        yield from ((dict, name, item) for name, item in islice(value.items(), LOOKED_AT))
     elif isinstance(value, _CONTAINERS):
-        yield from ((type(value), None, item) for item in islice(value, _LOOKED_AT))
+        yield from ((type(value), None, item) for item in islice(value, LOOKED_AT))
     elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, types.ModuleType | type):
         yield from ((type(value), name, item) for name, item in vars(value).items())
 

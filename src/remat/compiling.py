@@ -8,6 +8,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .ambient import States, recomputing
 from .apart import by_itself
 from .calls import Call, Nature
+from .captures import HOOKS
 from .errors import StepError
 from .inputs import Column
 from .recorded import can_need, copied, detached
@@ -133,8 +134,7 @@ def _reason(call: Call, nature: Nature) -> str | None:
     if any(isinstance(leaf, range | PackedSequence) for leaf in call.inputs.leaves):
         return "it is told the number of the step, or takes packed sequences"
     for module in call.modules:
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        if any(hooks):
+        if any(getattr(module, name) for name in HOOKS):
             return f"a {type(module).__name__} in it has hooks, which would be called once and not at every step"
     if call.surroundings.modes:
         return "a mode is active that sees every operator"

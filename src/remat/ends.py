@@ -153,7 +153,7 @@ def finishing(made: Plan, chain: Chain, ends: Ends, finishing_bytes: int) -> Pla
     found = simulate(replace(ends, finishing_bytes=finishing_bytes).on(chain, made.schedule), made.schedule)
     if found.peak_bytes > made.budget_bytes:
         return None
-    return replace(made, simulation=found) if found.peak_bytes > made.peak_bytes else made
+    return replace(made, simulation=_fuller(made.simulation, found))
 
 
 def foreseen(made: Plan, chain: Chain, ends: Ends) -> Plan:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .ambient import Surroundings, is_transformed, opaque
 from .budgets import budget_bytes
+from .captures import HOOKS
 from .errors import FitError
 from .fitting.optimizers import Needs, needs_of
 from .fitting.seams import own_call
@@ -214,7 +215,7 @@ def _like(leaf: Any) -> Hashable:
     return leaf if isinstance(leaf, int | float | str | None) else kind
 
 
-_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks = attrgetter(*HOOKS)
 
 
 def device_of(model: nn.Module) -> torch.device:

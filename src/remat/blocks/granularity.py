@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
+from ..captures import HOOKS
 from ..chains import takes_no_more
 from ..errors import InfeasibleBudget, StepError
 from ..plans import Plan
@@ -174,8 +175,7 @@ def _opened(functions: Sequence[Callable[..., Any]]) -> Iterator[Callable[..., A
 def _noticed(module: nn.Module) -> bool:
     """Whether anything but its modules runs when it is called."""
     values = vars(module)
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(values[name] for name in hooks) or "forward" in values or module._compiled_call_impl is not None
+    return any(values[name] for name in HOOKS) or "forward" in values or module._compiled_call_impl is not None
 
 
 def _global_hooks() -> bool:

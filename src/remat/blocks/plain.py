@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..bindings import Binding, bindings_of
-from ..captures import ATOMS, installed, methods_of, moving, named_globals, refuse_lazy
+from ..captures import ATOMS, HOOKS, installed, methods_of, moving, named_globals, refuse_lazy
 
 _PRIVATE: Final = frozenset(inspect.get_annotations(torch.nn.Module)) | {"training"}
 
@@ -91,7 +91,7 @@ def _equal(one: list[Any], other: list[Any]) -> bool:
         return False
 
 
-_hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks = itemgetter(*HOOKS)
 _held = itemgetter("_parameters", "_buffers", "_modules")
 
 

@@ -93,12 +93,7 @@ def as_graph(
         call: Callable[..., Any] = torch._dynamo.disable(run, reason="gates are autograd nodes of their own")
         return call
 
-    def call_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return model._call_impl(*args, **kwargs)
-
-    # What has been compiled is counted by code object; with one of its own, no other model's or budget's count here.
-    call_of.__code__ = call_of.__code__.replace()
-    compiled = torch.compile(call_of, backend=backend, fullgraph=True, dynamic=False)
+    compiled = torch.compile(_call_of_its_own(), backend=backend, fullgraph=True, dynamic=False)
     seams.remove(blocks_of(model))
     try:
         with _seeing_hooks():
@@ -123,6 +118,16 @@ def as_graph(
 
     refuse_unlike(model, args, kwargs, captured)
     return AsGraph(made.peak_bytes, made.plain_peak_bytes, made.time_ratio, reason, compiled)
+
+
+def _call_of_its_own() -> Callable[..., Any]:
+    """Calls a model. What has been compiled is counted by code object: so no other model's or budget's count here."""
+
+    def call_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    call_of.__code__ = call_of.__code__.replace()
+    return call_of
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> Any:
